@@ -1,0 +1,1 @@
+"""Pure functions of (params, pool, batch)."""

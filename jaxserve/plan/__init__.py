@@ -1,0 +1,1 @@
+"""Arithmetic: numbers in, a frozen record or a refusal out. Standard library only."""

@@ -1,0 +1,1 @@
+"""Where state meets the math: steps, executables, the engine."""

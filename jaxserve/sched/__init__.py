@@ -1,0 +1,1 @@
+"""Who runs next: requests, blocks, rows. Standard library and numpy only."""
