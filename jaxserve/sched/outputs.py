@@ -1,0 +1,70 @@
+"""What the engine tells the rooms above it: one record a request and step, one of its totals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Where a finished request's time went, in seconds of the engine's clock.
+
+    ``queue_s``: added to first scheduled. ``prefill_s``: first scheduled to first token.
+    ``decode_s``: first token to last token. A phase that was never reached is 0.
+    """
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What one step did for one request.
+
+    ``new_token_ids`` includes the token that ended the request; ``stop_token_id`` is that token
+    when it was an eos or a stop id. Counts are totals so far, the new tokens included.
+    ``timings`` is set exactly when ``finish_reason`` is.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    timings: RequestTimings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine's gauges and totals since it was built. Totals only grow.
+
+    ``num_blocks`` counts the blocks requests can own (the null block is not one).
+    ``num_waiting`` includes preempted requests. ``prompt_tokens`` counts prompt tokens of
+    requests whose prompt was computed (a recomputed prompt counts once), ``generation_tokens``
+    tokens given to requests. ``scheduled_tokens`` counts every token a step computed, recomputed
+    ones included. ``decode_replays`` maps a decode row bucket to the steps run at it, and
+    ``padded_rows`` sums the rows of those steps that held no request.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    scheduled_tokens: int = 0
+    padded_rows: int = 0
+    decode_replays: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks in use, in [0, 1]."""
+        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
