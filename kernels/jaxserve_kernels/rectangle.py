@@ -1,0 +1,94 @@
+"""Paged attention by the rectangle: gather every row to the table's full width, score it densely.
+
+The width is P * Z tokens whatever the rows hold, so time and memory grow with the table.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def _gather(pool_CKZH: jax.Array, block_tables_XP: jax.Array) -> jax.Array:
+    """Blocks of each row side by side, [X, K, P * Z, H] in float32; wild ids are clamped."""
+    blocks = pool_CKZH.at[block_tables_XP].get(mode="clip").astype(jnp.float32)
+    X, P, K, Z, H = blocks.shape
+    return blocks.transpose(0, 2, 1, 3, 4).reshape(X, K, P * Z, H)
+
+
+def _softmax_values(scores: jax.Array, visible: jax.Array, soft_cap: float | None) -> jax.Array:
+    """Attention weights over the last axis; all zeros where nothing is visible."""
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.where(visible, jnp.exp(scores - jnp.where(peak == -jnp.inf, 0.0, peak)), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.where(total == 0.0, 1.0, total)
+
+
+def paged_attention(
+    q_BNH: jax.Array,
+    k_pool_CKZH: jax.Array,
+    v_pool_CKZH: jax.Array,
+    block_tables_BP: jax.Array,
+    context_lens_B: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """See :func:`jaxserve_kernels.paged_attention`."""
+    B, N, H = q_BNH.shape
+    K = k_pool_CKZH.shape[1]
+    k_BKWH = _gather(k_pool_CKZH, block_tables_BP)
+    v_BKWH = _gather(v_pool_CKZH, block_tables_BP)
+    position = jnp.arange(k_BKWH.shape[2], dtype=jnp.int32)[None, :]
+    visible_BW = position < context_lens_B[:, None]
+    if window is not None:
+        visible_BW &= position >= context_lens_B[:, None] - window
+    # A weight of zero does not silence a NaN, so unseen values are replaced, not only unweighted.
+    v_BKWH = jnp.where(visible_BW[:, None, :, None], v_BKWH, 0.0)
+    q_BKGH = q_BNH.reshape(B, K, N // K, H).astype(jnp.float32) * scale
+    scores = jnp.einsum("BKGH,BKWH->BKGW", q_BKGH, k_BKWH, precision="highest")
+    weights = _softmax_values(scores, visible_BW[:, None, None, :], soft_cap)
+    out = jnp.einsum("BKGW,BKWH->BKGH", weights, v_BKWH, precision="highest")
+    return out.reshape(B, N, H).astype(q_BNH.dtype)
+
+
+def paged_prefill(
+    q_TNH: jax.Array,
+    k_pool_CKZH: jax.Array,
+    v_pool_CKZH: jax.Array,
+    block_tables_SP: jax.Array,
+    context_lens_S: jax.Array,
+    cu_query_lens_S1: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """See :func:`jaxserve_kernels.paged_prefill`."""
+    T, N, H = q_TNH.shape
+    S, K = block_tables_SP.shape[0], k_pool_CKZH.shape[1]
+    k_SKWH = _gather(k_pool_CKZH, block_tables_SP)
+    v_SKWH = _gather(v_pool_CKZH, block_tables_SP)
+    W = k_SKWH.shape[2]
+    key = jnp.arange(W, dtype=jnp.int32)
+    v_SKWH = jnp.where((key[None, :] < context_lens_S[:, None])[:, None, :, None], v_SKWH, 0.0)
+
+    token = jnp.arange(T, dtype=jnp.int32)
+    start_S, end_S = cu_query_lens_S1[:-1], cu_query_lens_S1[1:]
+    member_ST = (token >= start_S[:, None]) & (token < end_S[:, None])
+    position_ST = token + (context_lens_S - end_S)[:, None]
+    visible_STW = member_ST[:, :, None] & (key <= position_ST[:, :, None])
+    if window is not None:
+        visible_STW &= key > position_ST[:, :, None] - window
+
+    q_TKGH = q_TNH.reshape(T, K, N // K, H).astype(jnp.float32) * scale
+    out = jnp.zeros((T, K, N // K, H), jnp.float32)
+    for s in range(S):  # one segment at a time: scores are [K, G, T, W], not S times that
+        scores = jnp.einsum("TKGH,KWH->KGTW", q_TKGH, k_SKWH[s], precision="highest")
+        weights = _softmax_values(scores, visible_STW[s], soft_cap)
+        out += jnp.einsum("KGTW,KWH->TKGH", weights, v_SKWH[s], precision="highest")
+    return out.reshape(T, N, H).astype(q_TNH.dtype)
