@@ -1,0 +1,120 @@
+"""Draw one token a row inside the step, whatever mixture of settings the rows carry.
+
+One program serves every mixture: settings are arrays, and what no row asks for is skipped on the
+device by ``lax.cond``. Truncation needs no sort. Each filter keeps the tokens at or above a
+threshold, and the threshold is found exactly by bisection over the bit patterns of float32, whose
+order as integers is the order of the numbers: 32 passes over the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.plan.batch import SamplingRows
+
+_INT_MIN = -(2**31)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """float32 as int32 with the same order (-0.0 just below 0.0)."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _largest_threshold(rows: int, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The largest t per row with holds(t_X), for a ``holds`` true at INT_MIN and monotone in t.
+
+    t is built from the top bit down in offset binary, so no midpoint can overflow.
+    """
+
+    def body(i: jax.Array, t_X: jax.Array) -> jax.Array:
+        bit = jnp.left_shift(jnp.int32(1), jnp.int32(31) - i)
+        trial = jnp.where(i == 0, jnp.zeros_like(t_X), t_X | bit)
+        return jnp.where(holds(trial), trial, t_X)
+
+    return jax.lax.fori_loop(0, 32, body, jnp.full((rows,), _INT_MIN, jnp.int32))
+
+
+def _keep_top_k(keys_XV: jax.Array, top_k_X: jax.Array) -> jax.Array:
+    """Threshold of the k most likely tokens (ties with the k-th stay); k <= 0 keeps all."""
+    vocab = keys_XV.shape[1]
+    k_X = jnp.where(top_k_X <= 0, vocab, jnp.minimum(top_k_X, vocab))
+
+    def holds(t_X: jax.Array) -> jax.Array:
+        return jnp.sum(keys_XV >= t_X[:, None], axis=1, dtype=jnp.int32) >= k_X
+
+    return _largest_threshold(keys_XV.shape[0], holds)
+
+
+def _keep_top_p(keys_XV: jax.Array, weights_XV: jax.Array, top_p_X: jax.Array) -> jax.Array:
+    """Threshold of the smallest set of most likely tokens whose weight reaches p of the total."""
+    goal_X = top_p_X * jnp.sum(weights_XV, axis=1)
+
+    def holds(t_X: jax.Array) -> jax.Array:
+        kept = jnp.where(keys_XV >= t_X[:, None], weights_XV, 0.0)
+        return jnp.sum(kept, axis=1) >= goal_X
+
+    return _largest_threshold(keys_XV.shape[0], holds)
+
+
+def truncate(scaled_XV: jax.Array, sampling: SamplingRows) -> jax.Array:
+    """Tempered logits with the tokens outside min-p, top-k and top-p at -inf, float32 [X, V].
+
+    min-p keeps tokens of at least ``min_p`` times the likeliest one's probability; top-p is taken
+    over what min-p and top-k left, renormalised.
+    """
+    rows = scaled_XV.shape[0]
+    off = jnp.full((rows,), _INT_MIN, jnp.int32)
+    keys_XV = _ordered(scaled_XV)
+    best_X = jnp.max(scaled_XV, axis=1)
+    floor_X = _ordered(best_X + jnp.log(sampling.min_p_X))  # log 0 = -inf keeps all
+    top_k_X = jax.lax.cond(
+        jnp.any(sampling.top_k_X > 0),
+        lambda: _keep_top_k(keys_XV, sampling.top_k_X),
+        lambda: off,
+    )
+    floor_X = jnp.maximum(floor_X, top_k_X)
+    weights_XV = jnp.where(
+        keys_XV >= floor_X[:, None], jnp.exp(scaled_XV - best_X[:, None]), 0.0
+    )
+    top_p_X = jax.lax.cond(
+        jnp.any(sampling.top_p_X < 1.0),
+        lambda: jnp.where(
+            sampling.top_p_X < 1.0, _keep_top_p(keys_XV, weights_XV, sampling.top_p_X), off
+        ),
+        lambda: off,
+    )
+    floor_X = jnp.maximum(floor_X, top_p_X)
+    return jnp.where(keys_XV >= floor_X[:, None], scaled_XV, -jnp.inf)
+
+
+def _draw(logits_XV: jax.Array, sampling: SamplingRows, positions_X: jax.Array) -> jax.Array:
+    """Gumbel-max draw of every row with its own key and position, int32 [X]."""
+    temperature_X = jnp.where(sampling.temperature_X > 0, sampling.temperature_X, 1.0)
+    kept_XV = truncate(logits_XV / temperature_X[:, None], sampling)
+
+    def noise(key_2: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_2, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, (logits_XV.shape[1],), jnp.float32)
+
+    noise_XV = jax.vmap(noise)(sampling.keys_X2, positions_X)
+    return jnp.argmax(kept_XV + noise_XV, axis=1).astype(jnp.int32)
+
+
+def sample(logits_XV: jax.Array, sampling: SamplingRows, positions_X: jax.Array) -> jax.Array:
+    """The next token of each row, int32 [X].
+
+    ``logits_XV`` float32; ``positions_X`` int32 is the position the new token will take, which
+    with the row's key fixes the draw. Temperature 0 takes the likeliest token, the lowest id of
+    equals.
+    """
+    greedy_X = jnp.argmax(logits_XV, axis=1).astype(jnp.int32)
+    drawn_X = jax.lax.cond(
+        jnp.any(sampling.temperature_X > 0),
+        lambda: _draw(logits_XV, sampling, positions_X),
+        lambda: greedy_X,
+    )
+    return jnp.where(sampling.temperature_X > 0, drawn_X, greedy_X)
