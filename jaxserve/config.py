@@ -132,6 +132,11 @@ class EngineConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag} {getattr(self, name)}: must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is below "
+                f"--max-num-seqs {self.max_num_seqs}: an iteration could not decode every row"
+            )
         if self.block_size & (self.block_size - 1) or not 8 <= self.block_size <= 256:
             raise ConfigError(f"--block-size {self.block_size}: use a power of two from 8 to 256")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -1,0 +1,248 @@
+"""The host loop: schedule, dispatch the next iteration, then read back and commit the last one."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.config import EngineConfig, ModelConfig, SamplingParams
+from jaxserve.errors import EngineDead, InvalidRequest
+from jaxserve.plan.batch import PrefillBatch
+from jaxserve.plan.buckets import DecodeBuckets, DecodeShape, PrefillBuckets
+from jaxserve.runtime.stats import Totals
+from jaxserve.sched.audit import audit_scheduler
+from jaxserve.sched.outputs import EngineStats, FinishReason, RequestUpdate
+from jaxserve.sched.pack import pack_new_blocks, pack_permutation, pack_prefill
+from jaxserve.sched.request import Request, seed_key
+from jaxserve.sched.scheduler import Schedule, Scheduler
+
+
+class Pending(Protocol):
+    """Tokens of a dispatched step."""
+
+    def read(self) -> np.ndarray:
+        """int32 tokens, one a row or segment; blocks until the device is done."""
+        ...
+
+
+class ModelRunner(Protocol):
+    """The device: calls return once dispatched, and the device keeps their order."""
+
+    def permute_rows(self, sources_B: np.ndarray) -> None:
+        """Row b takes the state of row sources_B[b]; -1 empties it."""
+        ...
+
+    def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray) -> Pending:
+        """One token for each of the first ``shape.rows`` rows."""
+        ...
+
+    def prefill(self, batch: PrefillBatch) -> Pending:
+        """One chunk of packed prompts; a token a segment."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A dispatched iteration that is not read back."""
+
+    schedule: Schedule
+    decode: Pending | None
+    prefill: Pending | None
+
+
+class Engine:
+    """Requests in, tokens out. One thread calls it.
+
+    A step dispatches iteration i + 1 before it reads the tokens of iteration i, so a request that
+    stops at i has one more token in flight, which is dropped.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        runner: ModelRunner,
+        *,
+        num_blocks: int,
+        decode_buckets: DecodeBuckets,
+        prefill_buckets: PrefillBuckets,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._runner = runner
+        self._decode_buckets = decode_buckets
+        self._prefill_buckets = prefill_buckets
+        self._clock = clock
+        self._scheduler = Scheduler(config, num_blocks)
+        self._eos = frozenset(model.eos_token_ids)
+        self._totals = Totals()
+        self._num_arrivals = 0
+        self._live: set[str] = set()
+        self._aborts: list[RequestUpdate] = []
+        self._flight: _Flight | None = None
+        self._fault: BaseException | None = None
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        """Queue a request. Raises InvalidRequest, which leaves the engine as it was."""
+        self._check_alive()
+        if request_id in self._live:
+            raise InvalidRequest(f"request id {request_id} is in use", "request_id")
+        prompt = [operator.index(token) for token in prompt_token_ids]
+        self._check_prompt(prompt)
+        room = self._config.max_model_len - len(prompt)
+        eos = frozenset() if params.ignore_eos else self._eos
+        arrival = self._num_arrivals
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=params,
+            max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            stop_token_ids=eos.union(params.stop_token_ids) if params.stop_token_ids else eos,
+            key=seed_key(params.seed, self._config.seed, arrival),
+            arrival=arrival,
+            arrived_at=self._clock(),
+        )
+        self._scheduler.add(request)
+        self._live.add(request_id)
+        self._num_arrivals += 1
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request now; the next step reports it. Ids that are not running are ignored."""
+        self._check_alive()
+        request = self._scheduler.find(request_id)
+        if request is not None:
+            self._aborts.append(self._finish(request, "abort", (), self._clock()))
+
+    def step(self) -> list[RequestUpdate]:
+        """Dispatch the next iteration, commit the one before, and return what changed.
+
+        Raises EngineDead when the runner fails, then and from then on.
+        """
+        self._check_alive()
+        try:
+            dispatched = self._dispatch(self._scheduler.schedule(self._clock()))
+            updates = self._commit(self._flight)
+        except BaseException as fault:
+            # Also when interrupted: tokens of a half committed iteration are lost.
+            self._fault = fault
+            if not isinstance(fault, Exception):
+                raise
+            raise EngineDead(f"a step failed: {fault!r}") from fault
+        self._flight = dispatched
+        updates, self._aborts = self._aborts + updates, []
+        return updates
+
+    def has_unfinished_requests(self) -> bool:
+        """True while a step has something to run, to read back or to report."""
+        return bool(len(self._scheduler) or self._flight or self._aborts)
+
+    def audit(self) -> None:
+        """Raise AuditFailed unless pool, rows, requests and tokens in flight balance."""
+        in_flight: Counter[str] = Counter()
+        if self._flight is not None:
+            schedule = self._flight.schedule
+            sampled = schedule.decode + [c.request for c in schedule.chunks if c.samples]
+            in_flight.update(r.request_id for r in sampled if r.finish_reason is None)
+        audit_scheduler(self._scheduler, self._live, in_flight)
+
+    def stats(self) -> EngineStats:
+        """Gauges and totals as they stand."""
+        return self._totals.snapshot(self._scheduler)
+
+    def _check_alive(self) -> None:
+        if self._fault is not None:
+            raise EngineDead(f"the engine stopped: {self._fault!r}") from self._fault
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise InvalidRequest("the prompt has 0 tokens, it needs at least 1", "prompt")
+        longest = self._config.max_model_len - 1
+        if len(prompt) > longest:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens, at most {longest} leave room for an answer; "
+                "shorten it or raise --max-model-len",
+                "prompt",
+                "context_length_exceeded",
+            )
+        vocab_size = self._model.vocab_size
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise InvalidRequest(
+                f"prompt token {wrong} is outside the vocabulary, 0 to {vocab_size - 1}", "prompt"
+            )
+
+    def _dispatch(self, schedule: Schedule | None) -> _Flight | None:
+        if schedule is None:
+            return None
+        decode = prefill = shape = None
+        if schedule.permutation is not None:
+            self._runner.permute_rows(pack_permutation(schedule.permutation))
+        if schedule.decode:
+            shape = self._decode_buckets.shape_for(len(schedule.decode), schedule.width)
+            new_blocks_B = pack_new_blocks(schedule.new_blocks, shape.rows)
+            decode = self._runner.decode(shape, new_blocks_B)
+        if schedule.chunks:
+            batch = pack_prefill(
+                schedule.chunks,
+                tokens=self._prefill_buckets.token_bucket(schedule.num_prefill_tokens),
+                max_num_seqs=self._config.max_num_seqs,
+                blocks_per_row=self._config.blocks_per_row,
+                block_size=self._config.block_size,
+            )
+            prefill = self._runner.prefill(batch)
+        self._totals.count_iteration(schedule, shape)
+        return _Flight(schedule, decode, prefill)
+
+    def _commit(self, flight: _Flight | None) -> list[RequestUpdate]:
+        if flight is None:
+            return []
+        sampled: list[tuple[Request, int]] = []
+        if flight.decode is not None:
+            # The rows past the requests are padding.
+            tokens = flight.decode.read().tolist()
+            sampled += zip(flight.schedule.decode, tokens, strict=False)
+        if flight.prefill is not None:
+            tokens = flight.prefill.read().tolist()
+            chunks = zip(flight.schedule.chunks, tokens, strict=False)
+            sampled += [(chunk.request, token) for chunk, token in chunks if chunk.samples]
+        now = self._clock()
+        # What ended meanwhile has its token dropped.
+        return [self._commit_token(r, t, now) for r, t in sampled if r.finish_reason is None]
+
+    def _commit_token(self, request: Request, token_id: int, now: float) -> RequestUpdate:
+        self._totals.generation_tokens += 1
+        reason = request.commit(token_id, now)
+        if reason is not None:
+            return self._finish(request, reason, (token_id,), now)
+        return RequestUpdate(
+            request.request_id,
+            (token_id,),
+            None,
+            None,
+            len(request.prompt_token_ids),
+            len(request.output_token_ids),
+        )
+
+    def _finish(
+        self, request: Request, reason: FinishReason, new_token_ids: tuple[int, ...], now: float
+    ) -> RequestUpdate:
+        self._scheduler.finish(request, reason)
+        self._live.remove(request.request_id)
+        return RequestUpdate(
+            request_id=request.request_id,
+            new_token_ids=new_token_ids,
+            finish_reason=reason,
+            stop_token_id=new_token_ids[-1] if reason == "stop" else None,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_output_tokens=len(request.output_token_ids),
+            timings=request.timings(now),
+        )

@@ -1,0 +1,51 @@
+"""What the loop has done since it was built."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from jaxserve.plan.buckets import DecodeShape
+from jaxserve.sched.outputs import EngineStats
+from jaxserve.sched.scheduler import Schedule, Scheduler
+
+
+@dataclass(slots=True)
+class Totals:
+    """Running totals of one engine; see EngineStats for what each one counts."""
+
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    scheduled_tokens: int = 0
+    padded_rows: int = 0
+    decode_replays: Counter[int] = field(default_factory=Counter)
+
+    def count_iteration(self, schedule: Schedule, shape: DecodeShape | None) -> None:
+        """Count a dispatched iteration; ``shape`` is that of its decode, if it had one."""
+        self.num_steps += 1
+        self.scheduled_tokens += schedule.num_tokens
+        if shape is not None:
+            self.decode_replays[shape.rows] += 1
+            self.padded_rows += shape.rows - len(schedule.decode)
+        for chunk in schedule.chunks:
+            # A recomputed prompt comes with output behind it.
+            if chunk.samples and not chunk.request.output_token_ids:
+                self.prompt_tokens += len(chunk.request.prompt_token_ids)
+
+    def snapshot(self, scheduler: Scheduler) -> EngineStats:
+        """The totals beside the scheduler's gauges, frozen."""
+        return EngineStats(
+            num_running=len(scheduler.running) + len(scheduler.draining),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=scheduler.pool.num_usable,
+            num_free_blocks=scheduler.pool.num_free,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self.num_steps,
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            scheduled_tokens=self.scheduled_tokens,
+            padded_rows=self.padded_rows,
+            decode_replays=MappingProxyType(dict(self.decode_replays)),
+        )

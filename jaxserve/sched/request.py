@@ -1,0 +1,176 @@
+"""One request from arrival to its last token: its state machine, its tokens and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+
+from jaxserve.config import SamplingParams
+from jaxserve.errors import IllegalTransition
+from jaxserve.sched.outputs import FinishReason, RequestTimings
+
+
+class RequestState(Enum):
+    """Where a request stands.
+
+    ``DECODING`` owns a decode row. ``DRAINING`` has had every token it may have dispatched: it
+    holds neither row nor blocks and waits for the last one to be read back. ``PREEMPTED`` waits
+    at the head of the queue to compute its prompt and its output again.
+    """
+
+    WAITING = auto()
+    PREFILLING = auto()
+    DECODING = auto()
+    DRAINING = auto()
+    PREEMPTED = auto()
+    FINISHED_STOPPED = auto()
+    FINISHED_LENGTH = auto()
+    FINISHED_ABORTED = auto()
+
+
+# A preempted request may still stop: the token in flight when it lost its blocks counts.
+TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.PREFILLING, RequestState.FINISHED_ABORTED}),
+    RequestState.PREFILLING: frozenset(
+        {
+            RequestState.DECODING,
+            RequestState.DRAINING,
+            RequestState.PREEMPTED,
+            RequestState.FINISHED_ABORTED,
+        }
+    ),
+    RequestState.DECODING: frozenset(
+        {
+            RequestState.DRAINING,
+            RequestState.PREEMPTED,
+            RequestState.FINISHED_STOPPED,
+            RequestState.FINISHED_ABORTED,
+        }
+    ),
+    RequestState.DRAINING: frozenset(
+        {
+            RequestState.FINISHED_STOPPED,
+            RequestState.FINISHED_LENGTH,
+            RequestState.FINISHED_ABORTED,
+        }
+    ),
+    RequestState.PREEMPTED: frozenset(
+        {
+            RequestState.PREFILLING,
+            RequestState.FINISHED_STOPPED,
+            RequestState.FINISHED_ABORTED,
+        }
+    ),
+    RequestState.FINISHED_STOPPED: frozenset(),
+    RequestState.FINISHED_LENGTH: frozenset(),
+    RequestState.FINISHED_ABORTED: frozenset(),
+}
+
+_FINISHED: dict[FinishReason, RequestState] = {
+    "stop": RequestState.FINISHED_STOPPED,
+    "length": RequestState.FINISHED_LENGTH,
+    "abort": RequestState.FINISHED_ABORTED,
+}
+
+
+def seed_key(seed: int | None, engine_seed: int, arrival: int) -> tuple[int, int]:
+    """A threefry key, two uint32: the halves of ``seed``, high first.
+
+    Without a seed the key is drawn from the engine's seed and the request's arrival number, so a
+    run can be repeated.
+    """
+    if seed is None:
+        entropy = (engine_seed & 0xFFFF_FFFF_FFFF_FFFF, arrival)
+        high, low = np.random.SeedSequence(entropy).generate_state(2, np.uint32).tolist()
+        return high, low
+    return (seed >> 32) & 0xFFFF_FFFF, seed & 0xFFFF_FFFF
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """The books of one request; the scheduler and the engine's commit are their only writers.
+
+    ``num_computed`` counts tokens whose K/V a dispatched step writes; ``num_in_flight`` tokens
+    drawn on the device and not read back. ``arrival`` numbers requests in order of arrival.
+    ``max_output_tokens`` is where length ends the request. ``*_at`` are seconds of the engine's
+    clock.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_output_tokens: int
+    stop_token_ids: frozenset[int]
+    key: tuple[int, int]
+    arrival: int
+    arrived_at: float
+    state: RequestState = RequestState.WAITING
+    finish_reason: FinishReason | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_in_flight: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    row: int | None = None
+    first_scheduled_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the host knows: the prompt and the output read back so far."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_output_left(self) -> int:
+        """Tokens that may still be dispatched before length ends the request."""
+        return self.max_output_tokens - len(self.output_token_ids) - self.num_in_flight
+
+    def tokens_between(self, start: int, end: int) -> Sequence[int]:
+        """Known tokens at positions ``start`` to ``end`` - 1."""
+        prompt = self.prompt_token_ids
+        if end <= len(prompt):
+            return prompt[start:end]
+        skip = len(prompt)
+        return prompt[start:] + self.output_token_ids[max(start - skip, 0) : end - skip]
+
+    def move_to(self, state: RequestState) -> None:
+        """Change state; raises IllegalTransition where the table has no such edge."""
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransition(
+                f"request {self.request_id}: {self.state.name} -> {state.name} "
+                f"(from {self.state.name} one may go to "
+                f"{sorted(s.name for s in TRANSITIONS[self.state])})"
+            )
+        self.state = state
+
+    def finish(self, reason: FinishReason) -> None:
+        """Move to the finished state of ``reason``."""
+        self.move_to(_FINISHED[reason])
+        self.finish_reason = reason
+
+    def commit(self, token_id: int, now: float) -> FinishReason | None:
+        """Append a token that was read back; returns why the request ends with it, if it does."""
+        self.num_in_flight -= 1
+        self.output_token_ids.append(token_id)
+        self.last_token_at = now
+        if self.first_token_at is None:
+            self.first_token_at = now
+        if token_id in self.stop_token_ids:
+            return "stop"
+        if len(self.output_token_ids) == self.max_output_tokens:
+            return "length"
+        return None
+
+    def timings(self, now: float) -> RequestTimings:
+        """Where the time of a request that ends ``now`` went; a phase that was cut ends now."""
+        scheduled = now if self.first_scheduled_at is None else self.first_scheduled_at
+        first = now if self.first_token_at is None else self.first_token_at
+        last = first if self.last_token_at is None else self.last_token_at
+        return RequestTimings(
+            queue_s=scheduled - self.arrived_at,
+            prefill_s=first - scheduled,
+            decode_s=last - first,
+        )
