@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -22,9 +22,8 @@ class RequestTimings:
     decode_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
-    """What one step did for one request.
+class RequestUpdate(NamedTuple):
+    """What one step did for one request; a tuple, because every row makes one every step.
 
     ``new_token_ids`` includes the token that ended the request; ``stop_token_id`` is that token
     when it was an eos or a stop id. Counts are totals so far, the new tokens included.

@@ -49,13 +49,12 @@ def pack_sampling(requests: Sequence[Request], specs: SamplingRows) -> SamplingR
         min_p_X=_full(specs.min_p_X),
         keys_X2=_full(specs.keys_X2),
     )
-    for x, request in enumerate(requests):
-        params = request.params
-        rows.temperature_X[x] = params.temperature
-        rows.top_k_X[x] = max(params.top_k, 0)
-        rows.top_p_X[x] = params.top_p
-        rows.min_p_X[x] = params.min_p
-        rows.keys_X2[x] = request.key
+    used = len(requests)
+    rows.temperature_X[:used] = [request.params.temperature for request in requests]
+    rows.top_k_X[:used] = [max(request.params.top_k, 0) for request in requests]
+    rows.top_p_X[:used] = [request.params.top_p for request in requests]
+    rows.min_p_X[:used] = [request.params.min_p for request in requests]
+    rows.keys_X2[:used] = [request.key for request in requests]
     return rows
 
 
@@ -69,30 +68,35 @@ def pack_prefill(
 ) -> PrefillBatch:
     """``chunks`` end to end in a bucket of ``tokens`` tokens, with S = max_num_seqs segments."""
     specs = prefill_batch_specs(tokens, max_num_seqs, blocks_per_row)
+    starts = np.array([chunk.start for chunk in chunks])
+    ends = np.array([chunk.end for chunk in chunks])
+    used, total = len(chunks), int((ends - starts).sum())
+
+    cu_query_lens_S1 = _full(specs.cu_query_lens_S1, total)
+    cu_query_lens_S1[0] = 0
+    cu_query_lens_S1[1 : used + 1] = np.cumsum(ends - starts)
+    segments = np.repeat(np.arange(used), ends - starts)
+    positions = np.arange(total) + (starts - cu_query_lens_S1[:used])[segments]
+    block_tables_SP = _full(specs.block_tables_SP, NULL_BLOCK)
+    for s, chunk in enumerate(chunks):
+        block_tables_SP[s, : len(chunk.block_ids)] = chunk.block_ids
+
     batch = PrefillBatch(
         tokens_T=_full(specs.tokens_T),
         positions_T=_full(specs.positions_T),
         slots_T=_full(specs.slots_T, NULL_BLOCK * block_size),
-        cu_query_lens_S1=_full(specs.cu_query_lens_S1),
-        block_tables_SP=_full(specs.block_tables_SP, NULL_BLOCK),
+        cu_query_lens_S1=cu_query_lens_S1,
+        block_tables_SP=block_tables_SP,
         context_lens_S=_full(specs.context_lens_S),
         rows_S=_full(specs.rows_S, max_num_seqs),
         sampling=pack_sampling([chunk.request for chunk in chunks], specs.sampling),
     )
-    first = 0
-    for s, chunk in enumerate(chunks):
-        last = first + chunk.end - chunk.start
-        positions = np.arange(chunk.start, chunk.end, dtype=np.int32)
-        blocks = np.array(chunk.block_ids, np.int32)
-        batch.tokens_T[first:last] = chunk.request.tokens_between(chunk.start, chunk.end)
-        batch.positions_T[first:last] = positions
-        batch.slots_T[first:last] = (
-            blocks[positions // block_size] * block_size + positions % block_size
-        )
-        batch.cu_query_lens_S1[s + 1 :] = last
-        batch.block_tables_SP[s, : len(blocks)] = blocks
-        batch.context_lens_S[s] = chunk.end
-        if chunk.row is not None:
-            batch.rows_S[s] = chunk.row
-        first = last
+    batch.tokens_T[:total] = [
+        token for chunk in chunks for token in chunk.request.tokens_between(chunk.start, chunk.end)
+    ]
+    batch.positions_T[:total] = positions
+    blocks = block_tables_SP[segments, positions // block_size]
+    batch.slots_T[:total] = blocks * block_size + positions % block_size
+    batch.context_lens_S[:used] = ends
+    batch.rows_S[:used] = [max_num_seqs if c.row is None else c.row for c in chunks]
     return batch
