@@ -19,10 +19,10 @@ from jaxserve.plan.units import MIB
 NUM_HEADS = 32
 TILE = 32
 MILLISECONDS_PER_SHAPE = 50  # a stated price, not a measured one
-# A capture runs its read once; the streamed read behind the published table ran in Python and took
+# A capture runs its read once; nanoserve's streamed read ran in Python and took
 # 19.2 ms where the rectangle took 6.6. A compiled read has another figure: measure it.
 STREAMED_CAPTURE_PENALTY = 2.9
-# The published table does not state its traffic. This one is plain and gives the same two figures:
+# nanoserve's table does not state its traffic. This one is plain and gives the same two figures:
 # three requests side by side, from a prompt of 20 tokens to a context of 1024.
 TRAFFIC_ROWS = 3
 TRAFFIC_CONTEXTS = range(20, 1024 + 1)

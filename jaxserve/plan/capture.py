@@ -91,7 +91,7 @@ class CapturePlan:
         return shared_pool_bytes(self.shapes, self.num_heads, self.tile)
 
     def as_dict(self) -> dict[str, Any]:
-        """The decision as published; ``read_block`` is the posts' key for the read's tile."""
+        """The decision as published; ``read_block`` is the published key of the tile."""
         return {
             "count": self.count,
             "full_count": self.full_count,
