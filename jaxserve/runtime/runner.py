@@ -59,6 +59,10 @@ class ModelRunner:
         self._pool, self._state, tokens_S = step(self.params, self._pool, self._state, batch)
         return self._pending(tokens_S)
 
+    def context_lens(self) -> np.ndarray:
+        """int32 [max_num_seqs]: tokens each row holds in the pool; waits for the device."""
+        return np.asarray(self._state.context_lens_B).copy()
+
     @staticmethod
     def _pending(tokens_X: jax.Array) -> PendingTokens:
         tokens_X.copy_to_host_async()
