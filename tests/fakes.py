@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.config import SamplingParams
 from jaxserve.plan.batch import (
     NULL_BLOCK,
     ArraySpec,
@@ -21,6 +22,20 @@ from jaxserve.plan.batch import (
     prefill_batch_specs,
 )
 from jaxserve.plan.buckets import DecodeShape
+from jaxserve.sched.request import Request
+
+
+def make_request(arrival: int = 0, prompt: Sequence[int] = (1,), **changes: Any) -> Request:
+    """A request named after its arrival number, with room for 5 tokens and no stop tokens."""
+    values: dict[str, Any] = {
+        "request_id": f"r{arrival}",
+        "params": SamplingParams(),
+        "max_output_tokens": 5,
+        "stop_token_ids": frozenset(),
+        "key": (0, 0),
+        "arrived_at": 0.0,
+    }
+    return Request(arrival=arrival, prompt_token_ids=list(prompt), **values | changes)
 
 
 def draw(tokens: Any, positions: Any, sampling: Sequence[Any], vocab_size: int) -> int:
@@ -42,6 +57,10 @@ def _leaves(tree: Any) -> list[Any]:
     if isinstance(tree, tuple):
         return [leaf for branch in tree for leaf in _leaves(branch)]
     return [tree]
+
+
+def _zeros(spec: ArraySpec) -> np.ndarray:
+    return np.zeros(spec.shape, spec.dtype)
 
 
 def check_specs(arrays: Any, specs: Any) -> None:
@@ -90,10 +109,12 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.pool_tokens = np.full((num_blocks, block_size), -1, np.int32)
         self.pool_positions = np.full((num_blocks, block_size), -1, np.int32)
-        state = decode_state_specs(max_num_seqs, blocks_per_row)
+        specs = decode_state_specs(max_num_seqs, blocks_per_row)
         self.state = DecodeState(
-            *(np.zeros(s.shape, s.dtype) for s in state[:3]),
-            SamplingRows(*(np.zeros(s.shape, s.dtype) for s in state.sampling)),
+            block_tables_BP=_zeros(specs.block_tables_BP),
+            context_lens_B=_zeros(specs.context_lens_B),
+            last_tokens_B=_zeros(specs.last_tokens_B),
+            sampling=SamplingRows(*map(_zeros, specs.sampling)),
         )
         self.calls: list[str] = []
 
