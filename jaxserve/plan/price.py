@@ -1,7 +1,8 @@
 """What a step costs by arithmetic: bytes of memory traffic, and the time they need at least.
 
 Counted are the weights, each read once a step, and the K/V read and written. Activations, scores
-and block tables are left out: they are small beside these at the batch sizes decode runs at.
+and block tables are left out: they are small beside these at the batch sizes decode runs at. A
+sliding window is not modelled; the cells it spares are the caller's to leave out.
 """
 
 from __future__ import annotations
