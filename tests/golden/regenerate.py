@@ -2,7 +2,7 @@
 
 In a virtual environment of its own (Python 3.11; the exact torch pin is the CPU build):
 
-    pip install torch==2.13.0 && pip install transformers safetensors gguf
+    pip install torch==2.13.0 && pip install transformers safetensors gguf accelerate
     python tests/golden/regenerate.py families
     python tests/golden/regenerate.py smollm2 path/to/SmolLM2-135M-Instruct.Q4_1.gguf
 
