@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
+import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+import httpx
+import uvicorn
+from starlette.types import ASGIApp
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from jaxserve.config import SamplingParams
 from jaxserve.errors import InvalidRequest
 from jaxserve.sched.outputs import EngineStats, FinishReason, RequestTimings, RequestUpdate
+from jaxserve.serve.app import AppParts, create_app
+from jaxserve.serve.async_engine import AsyncEngine
+from jaxserve.serve.metrics import Metrics
+from jaxserve.serve.text import Text
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, again and again and again",
@@ -74,3 +94,175 @@ def metaspace_tokenizer(prepend_scheme: str) -> Tokenizer:
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
     tokenizer.add_special_tokens(["</s>"])
     return tokenizer
+
+
+@dataclass
+class _Job:
+    prompt: list[int]
+    params: SamplingParams
+    emitted: int = 0
+
+
+@dataclass
+class ScriptedEngine:
+    """The engine's interface over a fixed script: request r's token i is ``script[i]``.
+
+    ``gate`` makes every step wait for a permit, so a test decides when tokens come. ``fault`` is
+    raised by the next step. Tokens repeat the script when it is too short.
+    """
+
+    script: Sequence[int]
+    vocab_size: int = 1000
+    max_model_len: int = 64
+    eos_token_id: int | None = None
+    gate: threading.Semaphore | None = None
+    fault: BaseException | None = None
+    step_started: threading.Event = field(default_factory=threading.Event)
+    jobs: dict[str, _Job] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+    seen: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+    _updates: list[RequestUpdate] = field(default_factory=list)
+    _steps: int = 0
+    _tokens: int = 0
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        self.threads.add(threading.get_ident())
+        prompt = list(prompt_token_ids)
+        if not prompt:
+            raise InvalidRequest("the prompt has 0 tokens, it needs at least 1", "prompt")
+        if len(prompt) >= self.max_model_len:
+            raise InvalidRequest(f"the prompt has {len(prompt)} tokens, too many", "prompt")
+        if not all(0 <= token_id < self.vocab_size for token_id in prompt):
+            raise InvalidRequest("a prompt token is outside the vocabulary", "prompt")
+        assert request_id not in self.jobs
+        self.jobs[request_id] = _Job(prompt, params)
+        self.seen.append((prompt, params))
+
+    def abort_request(self, request_id: str) -> None:
+        self.threads.add(threading.get_ident())
+        job = self.jobs.pop(request_id, None)
+        if job is not None:
+            self.aborted.append(request_id)
+            self._updates.append(self._update(request_id, job, (), "abort"))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.jobs or self._updates)
+
+    def step(self) -> list[RequestUpdate]:
+        self.threads.add(threading.get_ident())
+        self.step_started.set()
+        if self.gate is not None and self.jobs:
+            self.gate.acquire()
+        if self.fault is not None:
+            raise self.fault
+        self._steps += 1
+        updates, self._updates = self._updates, []
+        for request_id, job in list(self.jobs.items()):
+            token_id = self.script[job.emitted % len(self.script)]
+            job.emitted += 1
+            self._tokens += 1
+            reason = self._reason(job, token_id)
+            if reason is not None:
+                del self.jobs[request_id]
+            updates.append(self._update(request_id, job, (token_id,), reason))
+        return updates
+
+    def audit(self) -> None:
+        assert not self.jobs
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.jobs),
+            num_blocks=100,
+            num_free_blocks=100 - len(self.jobs),
+            num_steps=self._steps,
+            prompt_tokens=sum(len(prompt) for prompt, _ in self.seen),
+            generation_tokens=self._tokens,
+            scheduled_tokens=self._tokens,
+            decode_replays={1: self._steps},
+        )
+
+    def _reason(self, job: _Job, token_id: int) -> FinishReason | None:
+        ids = set(job.params.stop_token_ids)
+        if not job.params.ignore_eos and self.eos_token_id is not None:
+            ids.add(self.eos_token_id)
+        if token_id in ids:
+            return "stop"
+        room = self.max_model_len - len(job.prompt)
+        limit = room if job.params.max_tokens is None else min(job.params.max_tokens, room)
+        return "length" if job.emitted >= limit else None
+
+    def _update(
+        self,
+        request_id: str,
+        job: _Job,
+        new_token_ids: tuple[int, ...],
+        reason: FinishReason | None,
+    ) -> RequestUpdate:
+        return RequestUpdate(
+            request_id=request_id,
+            new_token_ids=new_token_ids,
+            finish_reason=reason,
+            stop_token_id=new_token_ids[-1] if reason == "stop" else None,
+            num_prompt_tokens=len(job.prompt),
+            num_output_tokens=job.emitted,
+            timings=None if reason is None else RequestTimings(0.5, 0.25, 0.125),
+        )
+
+
+def app_parts(engine: ScriptedEngine, **changes) -> AppParts:
+    """The parts of an app over a scripted engine, whose threads end with ``stop``."""
+    metrics = Metrics("tiny", max_model_len=engine.max_model_len)
+    tokenizer = byte_level_tokenizer()
+    parts = AppParts(
+        engine=AsyncEngine(engine, max_requests=64, on_step=metrics.observe_step),
+        text=Text(tokenizer, chat_template=CHAT_TEMPLATE),
+        metrics=metrics,
+        served_names=("tiny", "tiny-alias"),
+        max_model_len=engine.max_model_len,
+        version="0.0.test",
+        boot_info=lambda: {"capture": {"count": 3}},
+        wall_clock=lambda: 1234.5,
+    )
+    return dataclasses.replace(parts, **changes)
+
+
+@contextlib.asynccontextmanager
+async def client_of(engine: ScriptedEngine, **changes) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client that calls the app in this loop, without sockets."""
+    parts = app_parts(engine, **changes)
+    transport = httpx.ASGITransport(create_app(parts))
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
+            yield client
+    finally:
+        if engine.gate is not None:
+            engine.gate.release(100_000)
+        assert isinstance(parts.engine, AsyncEngine)
+        await asyncio.wait_for(parts.engine.shutdown(0.0), 10)
+
+
+@contextlib.contextmanager
+def served(app: ASGIApp) -> Iterator[str]:
+    """The app on a socket of this machine, in a thread; gives its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_config=None))
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Returns when the condition holds, fails when it never does."""
+    deadline = time.monotonic() + seconds
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        pause.wait(0.005)

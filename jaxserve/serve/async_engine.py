@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import queue
 import threading
@@ -118,8 +119,8 @@ class AsyncEngine:
     event loop a step, whatever the number of requests.
 
     ``max_requests`` bounds the requests running and waiting together. ``on_step`` is told the
-    engine's totals after every step, ``on_death`` what ended the thread; both on the engine thread.
-    ``stall_s``: a step that takes longer counts as a dead engine.
+    engine's totals and the requests that ended with each step, ``on_death`` what ended the thread;
+    both are called on the engine thread. ``stall_s``: a step that takes longer is no life sign.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class AsyncEngine:
         engine: Engine,
         *,
         max_requests: int,
-        on_step: Callable[[EngineStats], None] = lambda stats: None,
-        on_death: Callable[[Exception], None] = lambda error: None,
+        on_step: Callable[[EngineStats, list[RequestUpdate]], None] = lambda stats, ended: None,
+        on_death: Callable[[BaseException], None] = lambda error: None,
         stall_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -143,10 +144,11 @@ class AsyncEngine:
         self._gate = threading.Lock()  # guards the three below
         self._open = 0
         self._draining = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._stats = engine.stats()
         self._last_tick = clock()
         self._deadline = float("inf")
+        self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -192,7 +194,14 @@ class AsyncEngine:
         with self._gate:
             self._draining = True
         self._inbox.put(_Stop(self._clock() + grace_s))
-        await asyncio.to_thread(self._thread.join)
+        # Shielded: who gives up waiting must not cancel what others wait for.
+        await asyncio.shield(asyncio.wrap_future(self._finished))
+        self._thread.join()
+
+    @property
+    def max_requests(self) -> int:
+        """The most requests that may run and wait together."""
+        return self._max_requests
 
     @property
     def alive(self) -> bool:
@@ -210,7 +219,7 @@ class AsyncEngine:
         return self._clock() - self._last_tick
 
     @property
-    def error(self) -> Exception | None:
+    def error(self) -> BaseException | None:
         """What ended the thread, if not ``shutdown``."""
         return self._error
 
@@ -230,22 +239,31 @@ class AsyncEngine:
                 if self._engine.has_unfinished_requests():
                     self._turn()
                 self._last_tick = self._clock()
+            unfinished = list(self._streams)
             self._end(None)
-        except Exception as error:
+            for request_id in unfinished:
+                self._engine.abort_request(request_id)
+            while self._engine.has_unfinished_requests():
+                self._turn()
+        except BaseException as error:  # whatever it was, nobody else will say so
             self._end(error)
             self._on_death(error)
+        finally:
+            self._finished.set_result(None)
 
     def _turn(self) -> None:
         posts: list[tuple[RequestStream, _Item]] = []
+        ended: list[RequestUpdate] = []
         for update in self._engine.step():
             stream = self._streams.get(update.request_id)
-            if stream is not None:  # None: aborted, with a token still in flight
+            if stream is not None:  # None: nobody reads any more
                 posts.append((stream, update))
-                if update.finish_reason is not None:
-                    self._forget(update.request_id)
+            if update.finish_reason is not None:
+                ended.append(update)
+                self._forget(update.request_id)
         self._post(posts)
         self._stats = self._engine.stats()
-        self._on_step(self._stats)
+        self._on_step(self._stats, ended)
         if not self._engine.has_unfinished_requests():
             self._engine.audit()
 
@@ -297,7 +315,7 @@ class AsyncEngine:
                     self._engine.abort_request(stream.request_id)
                     self._forget(stream.request_id)
 
-    def _end(self, error: Exception | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
         """Tells every stream, also those still in the inbox, why no more will come."""
         with self._gate:
             self._draining = True
@@ -310,10 +328,6 @@ class AsyncEngine:
                 if isinstance(message, _Add):
                     posts.append((message.stream, reason))
         posts += [(stream, reason) for stream in self._streams.values()]
-        if error is None:
-            for request_id in self._streams:
-                self._engine.abort_request(request_id)
-            self._engine.audit()
         self._streams.clear()
         self._post(posts)
 
@@ -323,7 +337,9 @@ def _deliver(items: list[tuple[RequestStream, _Item]]) -> None:
         stream.put(item)
 
 
-def _dead(cause: Exception) -> EngineDead:
+def _dead(cause: BaseException) -> EngineDead:
+    if isinstance(cause, EngineDead):
+        return cause
     error = EngineDead(f"the engine ended: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error

@@ -73,6 +73,10 @@ class Text:
             raise InvalidRequest("the text holds a lone surrogate (\\ud800-\\udfff)") from None
         return ids if not add_special_tokens or ids[:1] == self._bos else self._bos + ids
 
+    def has_token(self, token_id: int) -> bool:
+        """True when the id stands for a token."""
+        return 0 <= token_id < 2**32 and self._tokenizer.id_to_token(token_id) is not None
+
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """The whole text of the ids. Ids without a token add nothing."""
         detokenizer = Detokenizer(self._vocabulary, skip_special_tokens=skip_special_tokens)

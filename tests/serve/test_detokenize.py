@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -155,7 +156,7 @@ def test_the_stop_string_found_does_not_depend_on_how_the_text_was_cut(text, sto
     bounds = [0, *cuts, len(text)]
     finder = StopStrings(stops, include)
     shown = ""
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         shown += finder.push(text[start:end])
         # What is held back can still be the beginning of a stop string.
         held = text[len(shown) : end]

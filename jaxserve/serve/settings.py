@@ -1,0 +1,65 @@
+"""What an operator asks of a server process, as the launcher's flags say it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """Which weights and tokenizer: names or paths; None is the default model, or the model's."""
+
+    model: str | None = None
+    tokenizer: str | None = None
+    load_format: LoadFormat = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """The HTTP side. ``chat_template`` is a template's text and replaces the checkpoint's.
+
+    ``served_model_names`` empty: the checkpoint's name. ``max_queued_requests`` may wait beside
+    ``max_num_seqs`` that run. ``shutdown_grace_s`` is what running requests get to finish.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    chat_template: str | None = None
+    max_queued_requests: int = 1024
+    shutdown_grace_s: float = 30.0
+    metrics_prefix: str = "jaxserve"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port}: use 0 (any free one) to 65535, e.g. 8000")
+        if self.max_queued_requests < 0:
+            raise ConfigError(
+                f"--max-queued-requests {self.max_queued_requests}: must be at least 0, e.g. 1024"
+            )
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ConfigError(
+                f"--metrics-prefix {self.metrics_prefix!r}: letters, digits and _, e.g. vllm"
+            )
+        if not 0 <= self.shutdown_grace_s < float("inf"):
+            raise ConfigError(
+                f"--shutdown-grace {self.shutdown_grace_s}: seconds, at least 0, e.g. 30"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Everything `scripts/serve.py` was asked for."""
+
+    engine: EngineConfig
+    checkpoint: CheckpointSettings
+    server: ServerSettings

@@ -1,0 +1,250 @@
+"""One thread owns the engine; coroutines come, read, leave and are told how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import pytest
+
+from jaxserve.config import SamplingParams
+from jaxserve.errors import EngineDead, InvalidRequest, NotReady, QueueFull
+from jaxserve.serve.async_engine import AsyncEngine
+from tests.serve_fakes import ScriptedEngine
+
+TEN = SamplingParams(max_tokens=10)
+LONG = SamplingParams(max_tokens=50)
+
+
+@contextlib.asynccontextmanager
+async def bridge(engine: ScriptedEngine, *, max_requests: int = 100, **options):
+    wrapped = AsyncEngine(engine, max_requests=max_requests, **options)
+    try:
+        yield wrapped
+    finally:
+        if engine.gate is not None:
+            engine.gate.release(10_000)
+        await asyncio.wait_for(wrapped.shutdown(0.0), 10)
+
+
+async def until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "waited 10 s in vain"
+        await asyncio.sleep(0.002)
+
+
+async def tokens_of(stream) -> list[int]:
+    return [token for update in [u async for u in stream] for token in update.new_token_ids]
+
+
+async def test_concurrent_requests_get_their_own_tokens_in_order():
+    engine = ScriptedEngine(script=range(100, 110))
+    async with bridge(engine) as bridged:
+        streams = [
+            await bridged.add_request(f"r{i}", [1], SamplingParams(max_tokens=i + 1))
+            for i in range(10)
+        ]
+        answers = await asyncio.gather(*map(tokens_of, streams))
+    assert answers == [list(range(100, 101 + i)) for i in range(10)]
+
+
+async def test_only_one_thread_ever_touches_the_engine():
+    engine = ScriptedEngine(script=[7])
+    async with bridge(engine) as bridged:
+        await tokens_of(await bridged.add_request("a", [1], TEN))
+        stream = await bridged.add_request("b", [1], LONG)
+        stream.close()
+        await until(lambda: not engine.jobs)
+    assert len(engine.threads) == 1
+    assert threading.get_ident() not in engine.threads
+
+
+async def test_a_step_reaches_a_loop_with_one_call_whatever_the_number_of_requests():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    async with bridge(engine) as bridged:
+        streams = [await bridged.add_request("r0", [1], LONG)]
+        adds = [asyncio.create_task(bridged.add_request(f"r{i}", [1], LONG)) for i in range(1, 9)]
+        await until(engine.step_started.is_set)
+        engine.gate.release()  # lets the blocked step end, so that the adds are taken
+        streams += await asyncio.gather(*adds)
+        await until(lambda: len(engine.jobs) == 9)
+        loop = asyncio.get_running_loop()
+        calls, post = [], loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *args: (calls.append(args), post(*args))[1]
+        try:
+            steps = bridged.stats().num_steps
+            engine.gate.release()
+            await until(lambda: bridged.stats().num_steps == steps + 1)
+        finally:
+            del loop.call_soon_threadsafe
+        assert len(calls) == 1
+        assert len(calls[0][1]) == 9
+
+
+async def test_what_the_engine_refuses_is_raised_where_it_was_asked_and_the_engine_goes_on():
+    async with bridge(ScriptedEngine(script=[7])) as bridged:
+        with pytest.raises(InvalidRequest, match="vocabulary"):
+            await bridged.add_request("a", [5000], TEN)
+        with pytest.raises(InvalidRequest, match="0 tokens"):
+            await bridged.add_request("b", [], TEN)
+        assert await tokens_of(await bridged.add_request("c", [1], TEN)) == [7] * 10
+
+
+async def test_leaving_a_stream_aborts_its_request_and_no_other():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    async with bridge(engine) as bridged:
+        kept = await bridged.add_request("kept", [1], TEN)
+        engine.gate.release()
+        async with await bridged.add_request("left", [1], LONG) as left:
+            engine.gate.release()
+            await anext(left)
+        engine.gate.release(100)
+        assert await tokens_of(kept) == [7] * 10
+        await until(lambda: engine.aborted == ["left"])
+        with pytest.raises(StopAsyncIteration):
+            await anext(left)
+
+
+async def test_a_caller_cancelled_while_asking_leaves_nothing_behind():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    async with bridge(engine, max_requests=2) as bridged:
+        first = await bridged.add_request("first", [1], TEN)
+        await until(engine.step_started.is_set)  # the thread is inside a step: nobody is taken
+        asking = asyncio.create_task(bridged.add_request("asking", [1], TEN))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        engine.gate.release(100)
+        assert await tokens_of(first) == [7] * 10
+        await until(lambda: engine.aborted == ["asking"])
+        for name in ("c", "d"):
+            await bridged.add_request(name, [1], TEN)
+
+
+async def test_a_full_queue_refuses_and_takes_again_when_a_request_has_ended():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    async with bridge(engine, max_requests=2) as bridged:
+        streams = [await bridged.add_request("a", [1], TEN)]
+        engine.gate.release()
+        streams.append(await bridged.add_request("b", [1], TEN))
+        with pytest.raises(QueueFull, match="2 requests .* at most 2 .*--max-queued-requests"):
+            await bridged.add_request("c", [1], TEN)
+        engine.gate.release(100)
+        assert [len(await tokens_of(stream)) for stream in streams] == [10, 10]
+        assert await tokens_of(await bridged.add_request("d", [1], TEN)) == [7] * 10
+
+
+async def test_a_refused_request_does_not_take_a_place_in_the_queue():
+    async with bridge(ScriptedEngine(script=[7]), max_requests=1) as bridged:
+        for attempt in range(3):
+            with pytest.raises(InvalidRequest):
+                await bridged.add_request(f"r{attempt}", [], TEN)
+        assert len(await tokens_of(await bridged.add_request("ok", [1], TEN))) == 10
+
+
+async def test_a_step_that_raises_ends_every_request_and_says_why():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    deaths: list[BaseException] = []
+    wrapped = AsyncEngine(engine, max_requests=9, on_death=deaths.append)
+    streams = [await wrapped.add_request("a", [1], TEN)]
+    engine.gate.release()
+    streams.append(await wrapped.add_request("b", [1], TEN))
+    assert wrapped.alive
+    engine.fault = RuntimeError("the device fell off the bus")
+    engine.gate.release(100)
+    for stream in streams:
+        with pytest.raises(EngineDead, match="fell off the bus"):
+            await tokens_of(stream)
+    await until(lambda: not wrapped.alive)
+    assert deaths == [engine.fault]
+    assert not wrapped.accepting
+    with pytest.raises(EngineDead, match="fell off the bus"):
+        await wrapped.add_request("c", [1], TEN)
+    await asyncio.wait_for(wrapped.shutdown(5), 5)
+
+
+async def test_books_that_do_not_balance_when_idle_end_the_engine():
+    class Leaky(ScriptedEngine):
+        def audit(self) -> None:
+            raise AssertionError("a block is lost")
+
+    deaths: list[BaseException] = []
+    wrapped = AsyncEngine(Leaky(script=[7]), max_requests=9, on_death=deaths.append)
+    await tokens_of(await wrapped.add_request("a", [1], TEN))
+    await until(lambda: not wrapped.alive)
+    assert "a block is lost" in str(deaths[0])
+
+
+async def test_a_shutdown_lets_running_requests_finish_and_takes_no_more():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    wrapped = AsyncEngine(engine, max_requests=9)
+    stream = await wrapped.add_request("a", [1], TEN)
+    ending = asyncio.create_task(wrapped.shutdown(60))
+    await asyncio.sleep(0)
+    with pytest.raises(NotReady, match="stopping"):
+        await wrapped.add_request("b", [1], TEN)
+    assert not wrapped.accepting
+    engine.gate.release(100)
+    assert await tokens_of(stream) == [7] * 10
+    await asyncio.wait_for(ending, 10)
+    assert not wrapped.alive
+    assert wrapped.error is None
+    assert engine.aborted == []
+
+
+async def test_what_runs_past_the_grace_is_aborted_in_the_engine_and_told():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    wrapped = AsyncEngine(engine, max_requests=9)
+    stream = await wrapped.add_request("a", [1], LONG)
+    patient = asyncio.create_task(wrapped.shutdown(3600))
+    await asyncio.sleep(0)
+    hurried = asyncio.create_task(wrapped.shutdown(0))  # a second signal
+    await asyncio.sleep(0)
+    engine.gate.release(3)
+    with pytest.raises(NotReady, match="stopping"):
+        await tokens_of(stream)
+    await asyncio.wait_for(asyncio.gather(patient, hurried), 10)
+    assert engine.aborted == ["a"]
+    assert not engine.has_unfinished_requests()
+
+
+async def test_a_step_that_hangs_is_no_life_sign():
+    now = [0.0]
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    async with bridge(engine, stall_s=30.0, clock=lambda: now[0]) as bridged:
+        await bridged.add_request("a", [1], TEN)
+        await until(engine.step_started.is_set)
+        now[0] = 29.0
+        assert bridged.alive
+        now[0] = 31.0
+        assert not bridged.alive
+        engine.gate.release(100)
+        await until(lambda: bridged.alive)
+
+
+async def test_on_step_is_told_the_totals_and_what_ended():
+    told = []
+    engine = ScriptedEngine(script=[7])
+    async with bridge(engine, on_step=lambda stats, ended: told.append((stats, ended))) as bridged:
+        await tokens_of(await bridged.add_request("a", [1], SamplingParams(max_tokens=3)))
+    assert [stats.generation_tokens for stats, _ in told] == [1, 2, 3]
+    assert [[update.request_id for update in ended] for _, ended in told] == [[], [], ["a"]]
+
+
+def test_requests_of_a_loop_that_is_gone_are_aborted():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0), max_model_len=10**9)
+    wrapped = AsyncEngine(engine, max_requests=9)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(wrapped.add_request("a", [1], SamplingParams(max_tokens=None)))
+    loop.close()
+    engine.gate.release(10**6)
+
+    async def rest() -> None:
+        await until(lambda: engine.aborted == ["a"])
+        await wrapped.shutdown(10)
+
+    asyncio.run(rest())
