@@ -91,17 +91,53 @@ def truncate(scaled_XV: jax.Array, sampling: SamplingRows) -> jax.Array:
     return jnp.where(keys_XV >= floor_X[:, None], scaled_XV, -jnp.inf)
 
 
+def _argmax(x_XV: jax.Array) -> jax.Array:
+    """The lowest index of each row's maximum, int32 [X], as two plain reductions.
+
+    A variadic reduction over (value, index) runs as scalar code on CPUs, and what makes ``x`` would
+    be fused into it (the barrier keeps that out): thirty times slower than this.
+    """
+    x_XV = jax.lax.optimization_barrier(x_XV)
+    best_X1 = jnp.max(x_XV, axis=1, keepdims=True)
+    last = x_XV.shape[1] - 1
+    index_XV = jax.lax.broadcasted_iota(jnp.int32, x_XV.shape, 1)
+    return jnp.min(jnp.where(x_XV == best_X1, index_XV, last), axis=1)
+
+
+def _threefry(key_X2: jax.Array, counter_high_X: jax.Array, vocab: int) -> jax.Array:
+    """Threefry-2x32-20 (Salmon et al. 2011) of the counters (high, 0 .. vocab - 1), uint32 [X, V].
+
+    The function of ``jax.random``, whose own form runs as a loop on CPUs and costs more than the
+    rest of sampling there; written out, it fuses into what uses it. Gives the first output word.
+    """
+    k0, k1 = key_X2[:, 0][:, None], key_X2[:, 1][:, None]
+    keys = (k0, k1, k0 ^ k1 ^ jnp.uint32(0x1BD11BDA))
+    x0 = counter_high_X.astype(jnp.uint32)[:, None] + k0
+    x1 = jax.lax.broadcasted_iota(jnp.uint32, (1, vocab), 1) + k1
+    for group in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x0 = x0 + x1
+            x1 = (x1 << jnp.uint32(turn)) | (x1 >> jnp.uint32(32 - turn))
+            x1 = x1 ^ x0
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x0
+
+
+def _gumbel(bits: jax.Array) -> jax.Array:
+    """Standard Gumbel noise from uniform uint32 bits, float32; the uniform keeps 24 bits and is
+    never 0 or 1."""
+    uniform = (bits >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 + 2.0**-25
+    return -jnp.log(-jnp.log(uniform))
+
+
 def _draw(logits_XV: jax.Array, sampling: SamplingRows, positions_X: jax.Array) -> jax.Array:
     """Gumbel-max draw of every row with its own key and position, int32 [X]."""
     temperature_X = jnp.where(sampling.temperature_X > 0, sampling.temperature_X, 1.0)
     kept_XV = truncate(logits_XV / temperature_X[:, None], sampling)
 
-    def noise(key_2: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(key_2, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, (logits_XV.shape[1],), jnp.float32)
-
-    noise_XV = jax.vmap(noise)(sampling.keys_X2, positions_X)
-    return jnp.argmax(kept_XV + noise_XV, axis=1).astype(jnp.int32)
+    noise_XV = _gumbel(_threefry(sampling.keys_X2, positions_X, logits_XV.shape[1]))
+    return _argmax(kept_XV + noise_XV)
 
 
 def sample(logits_XV: jax.Array, sampling: SamplingRows, positions_X: jax.Array) -> jax.Array:
@@ -111,7 +147,7 @@ def sample(logits_XV: jax.Array, sampling: SamplingRows, positions_X: jax.Array)
     with the row's key fixes the draw. Temperature 0 takes the likeliest token, the lowest id of
     equals.
     """
-    greedy_X = jnp.argmax(logits_XV, axis=1).astype(jnp.int32)
+    greedy_X = _argmax(logits_XV)
     drawn_X = jax.lax.cond(
         jnp.any(sampling.temperature_X > 0),
         lambda: _draw(logits_XV, sampling, positions_X),

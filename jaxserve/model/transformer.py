@@ -9,16 +9,11 @@ import jax.numpy as jnp
 
 from jaxserve.config import ModelConfig
 from jaxserve.model.attention import KVPool, write_kv
+from jaxserve.model.linear import linear, product
 from jaxserve.model.params import LayerParams, Params
 from jaxserve.model.rotary import rotary_table, rotate
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-def linear(x_TI: jax.Array, w_OI: jax.Array, bias_O: jax.Array | None = None) -> jax.Array:
-    """x @ w.T (+ bias) for a matrix stored [out, in], in x's dtype."""
-    y_TO = jax.lax.dot_general(x_TI, w_OI, (((1,), (1,)), ((), ())))
-    return y_TO if bias_O is None else y_TO + bias_O[None, :]
 
 
 def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
@@ -86,6 +81,4 @@ def forward(
 def logits(params: Params, hidden_XD: jax.Array) -> jax.Array:
     """Scores of the next token, float32 [X, V]."""
     head_VD = params.embed_VD if params.head_VD is None else params.head_VD
-    return jax.lax.dot_general(
-        hidden_XD, head_VD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    return product(hidden_XD, head_VD)

@@ -25,7 +25,7 @@ from jaxserve.plan.batch import (
     prefill_batch_specs,
 )
 from jaxserve.plan.buckets import DecodeShape
-from jaxserve.runtime.steps import bind_decode, bind_prefill, permute_rows
+from jaxserve.runtime.steps import jit_decode, jit_permute, jit_prefill
 
 
 def shape_structs(tree: Any) -> Any:
@@ -120,6 +120,7 @@ class Executables:
 
 def _lowerings(shapes: StepShapes) -> dict[Any, tuple[str, Callable[[], jax.stages.Lowered]]]:
     """Key -> (name, a call that traces and lowers it); no array is touched."""
+    platform = jax.default_backend()
     params = param_specs(shapes.model, shapes.dtype)
     pool = shape_structs(shapes.pool_specs())
     state = shape_structs(shapes.state_specs())
@@ -127,18 +128,18 @@ def _lowerings(shapes: StepShapes) -> dict[Any, tuple[str, Callable[[], jax.stag
     jobs: dict[Any, tuple[str, Callable[[], jax.stages.Lowered]]] = {
         "permute": (
             "permute",
-            lambda: jax.jit(permute_rows, donate_argnums=0).lower(state, sources),
+            lambda: jit_permute().lower(state, sources),
         )
     }
     for shape in shapes.decode:
-        bound = bind_decode(shapes.model, shapes.backend, shape, shapes.block_size)
+        bound = jit_decode(shapes.model, shapes.backend, shape, shapes.block_size, platform)
         blocks = shape_structs(new_blocks_spec(shape.rows))
         jobs[shape] = (
             f"decode {shape.rows}x{shape.width}",
             lambda b=bound, n=blocks: b.lower(params, pool, state, n),
         )
     for tokens in shapes.prefill_tokens:
-        bound = bind_prefill(shapes.model, shapes.backend)
+        bound = jit_prefill(shapes.model, shapes.backend, platform)
         batch = shape_structs(
             prefill_batch_specs(tokens, shapes.max_num_seqs, shapes.blocks_per_row)
         )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxserve.config import AttentionBackend, ModelConfig
 from jaxserve.model.attention import KVPool, attend_decode, attend_prefill
+from jaxserve.model.linear import cpu_compiler_options
 from jaxserve.model.params import Params
 from jaxserve.model.sampling import sample
 from jaxserve.model.transformer import forward, logits
@@ -133,16 +134,31 @@ def prefill_step(
     return pool, state, tokens_S
 
 
-def bind_decode(
-    config: ModelConfig, backend: AttentionBackend, shape: DecodeShape, block_size: int
+def compiler_options(platform: str) -> dict[str, bool]:
+    """What steps are compiled with on a platform ("cpu", "cuda", ...)."""
+    return cpu_compiler_options() if platform == "cpu" else {}
+
+
+def jit_decode(
+    config: ModelConfig,
+    backend: AttentionBackend,
+    shape: DecodeShape,
+    block_size: int,
+    platform: str,
 ) -> jax.stages.Wrapped:
     """``decode_step`` of one shape, jitted with pool and state donated."""
-    step = partial(
-        decode_step, config=config, backend=backend, shape=shape, block_size=block_size
-    )
-    return jax.jit(step, donate_argnums=(1, 2))
+    step = partial(decode_step, config=config, backend=backend, shape=shape, block_size=block_size)
+    return jax.jit(step, donate_argnums=(1, 2), compiler_options=compiler_options(platform))
 
 
-def bind_prefill(config: ModelConfig, backend: AttentionBackend) -> jax.stages.Wrapped:
+def jit_prefill(
+    config: ModelConfig, backend: AttentionBackend, platform: str
+) -> jax.stages.Wrapped:
     """``prefill_step`` jitted with pool and state donated."""
-    return jax.jit(partial(prefill_step, config=config, backend=backend), donate_argnums=(1, 2))
+    step = partial(prefill_step, config=config, backend=backend)
+    return jax.jit(step, donate_argnums=(1, 2), compiler_options=compiler_options(platform))
+
+
+def jit_permute() -> jax.stages.Wrapped:
+    """``permute_rows`` jitted with the state donated."""
+    return jax.jit(permute_rows, donate_argnums=0)

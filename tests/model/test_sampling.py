@@ -166,3 +166,17 @@ def test_another_seed_or_position_draws_other_tokens(jitted_sample):
     )
     assert len(set(by_seed.tolist())) > 30
     assert len(set(by_position.tolist())) > 30
+
+
+def test_the_noise_is_the_threefry_of_jax_random():
+    from jax.extend.random import threefry_2x32
+
+    from jaxserve.model.sampling import _threefry
+
+    key, high = jnp.asarray([0xDEADBEEF, 0x12345678], jnp.uint32), 77
+    ours = _threefry(key[None], jnp.asarray([high], jnp.int32), VOCAB)[0]
+    counters = jnp.concatenate(
+        [jnp.full(VOCAB, high, jnp.uint32), jnp.arange(VOCAB, dtype=jnp.uint32)]
+    )
+    theirs = threefry_2x32((key[0], key[1]), counters)[:VOCAB]
+    np.testing.assert_array_equal(ours, theirs)

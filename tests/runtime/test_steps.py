@@ -1,0 +1,182 @@
+"""The jitted steps: against an uncached forward pass, in place, and never off their shapes."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.errors import NoExecutable
+from jaxserve.model.definition import params_of
+from jaxserve.plan.batch import DecodeState
+from jaxserve.plan.buckets import DecodeShape
+from jaxserve.runtime.executables import (
+    StepShapes,
+    compile_executables,
+    shape_structs,
+    zeros,
+)
+from jaxserve.runtime.runner import ModelRunner
+from jaxserve.runtime.steps import permute_rows
+from tests.models import FULL, TINY, greedy_by_full_forward, module_of, pack_prefill
+
+BLOCK, WIDTH, ROWS = 8, 64, 4
+P = WIDTH // BLOCK
+BACKENDS = ["rectangle", "streamed"]
+
+
+def shapes_of(config, backend, num_blocks=40, decode=(2, 4), prefill=(32,)):
+    return StepShapes(
+        model=config,
+        dtype="float32",
+        backend=backend,
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        blocks_per_row=P,
+        max_num_seqs=ROWS,
+        decode=tuple(DecodeShape(rows, WIDTH) for rows in decode),
+        prefill_tokens=prefill,
+    )
+
+
+@pytest.fixture(scope="module", params=[(c, b) for c in ("tiny", "full") for b in BACKENDS], ids=str)
+def built(request):
+    """(module, shapes, executables) of one config and backend."""
+    config, backend = {"tiny": TINY, "full": FULL}[request.param[0]], request.param[1]
+    shapes = shapes_of(config, backend)
+    return module_of(config), shapes, compile_executables(shapes, workers=2)
+
+
+def pack(chunks, tokens=32):
+    return pack_prefill(
+        chunks, tokens=tokens, segments=ROWS, blocks_per_row=P, block_size=BLOCK
+    )
+
+
+def test_chunked_packed_prefill_and_decode_equal_an_uncached_forward_pass(built):
+    module, shapes, executables = built
+    runner = ModelRunner(params_of(module), executables, shapes)
+    rng = np.random.default_rng(5)
+    a, b, c = (rng.integers(0, 131, n).tolist() for n in (37, 9, 1))
+    blocks = {"a": [7, 3, 9, 30, 2, 12, 11], "b": [20, 1, 5, 4], "c": [8, 6, 10]}
+
+    def prefill(*chunks):
+        return runner.prefill(pack(list(chunks))).read()
+
+    none = 10**6
+    prefill((a[:20], 0, blocks["a"], none), (b[:3], 0, blocks["b"], none))
+    first = prefill((b[3:], 3, blocks["b"], 1), (c, 0, blocks["c"], 0), (a[20:], 20, blocks["a"], 2))
+    got = {"b": [int(first[0])], "c": [int(first[1])], "a": [int(first[2])]}
+    order, lens = ["c", "b", "a"], {"a": 37, "b": 9, "c": 1}
+    for _ in range(12):
+        new_blocks = np.zeros(4, np.int32)
+        for row, name in enumerate(order):
+            if lens[name] % BLOCK == 0:
+                new_blocks[row] = blocks[name][lens[name] // BLOCK]
+            lens[name] += 1
+        tokens = runner.decode(DecodeShape(4, WIDTH), new_blocks).read()
+        for row, name in enumerate(order):
+            got[name].append(int(tokens[row]))
+    for name, prompt in (("a", a), ("b", b), ("c", c)):
+        assert got[name] == greedy_by_full_forward(module, prompt, 13), name
+
+
+def test_a_permuted_row_goes_on_where_it_was_and_an_emptied_one_stays_empty(built):
+    module, shapes, executables = built
+    prompts = [[5, 6, 7], [90, 3], [14, 15, 16, 17]]
+    blocks = [[4, 5], [6, 7], [8, 9]]
+    runner = ModelRunner(params_of(module), executables, shapes)
+    first = runner.prefill(
+        pack([(p, 0, b, r) for r, (p, b) in enumerate(zip(prompts, blocks, strict=True))])
+    ).read()
+    runner.permute_rows(np.asarray([2, 0, -1, -1], np.int32))
+    tokens = runner.decode(DecodeShape(2, WIDTH), np.zeros(2, np.int32)).read()
+    assert [int(first[2]), int(tokens[0])] == greedy_by_full_forward(module, prompts[2], 2)
+    assert [int(first[0]), int(tokens[1])] == greedy_by_full_forward(module, prompts[0], 2)
+    assert runner.context_lens().tolist() == [5, 4, 0, 0]
+
+
+def test_every_step_gives_back_the_shapes_it_took(built):
+    _, shapes, executables = built
+    pool, state = shape_structs(shapes.pool_specs()), shape_structs(shapes.state_specs())
+    for built_step in (*executables.decode.values(), *executables.prefill.values()):
+        out_pool, out_state, tokens = built_step.compiled.out_info
+        chex.assert_trees_all_equal_shapes_and_dtypes(out_pool, pool)
+        chex.assert_trees_all_equal_shapes_and_dtypes(out_state, state)
+        chex.assert_type(tokens, jnp.int32)
+        chex.assert_rank(tokens, 1)
+
+
+def test_permute_rows_moves_every_leaf_of_the_state():
+    state = zeros(shapes_of(TINY, "streamed").state_specs())
+    filled = jax.tree.map(
+        lambda x: jnp.arange(1, x.size + 1, dtype=x.dtype).reshape(x.shape), state
+    )
+    moved = permute_rows(filled, jnp.asarray([3, -1, 0, -1], jnp.int32))
+    assert isinstance(moved, DecodeState)
+    for old, new in zip(jax.tree.leaves(filled), jax.tree.leaves(moved), strict=True):
+        np.testing.assert_array_equal(new[0], old[3])
+        np.testing.assert_array_equal(new[2], old[0])
+        assert not np.asarray(new[1]).any()
+        assert not np.asarray(new[3]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_step_copies_the_pool(backend):
+    """Every pool byte is aliased, workspace ignores the pool's size, no copy of its shape."""
+
+    def measured(num_blocks):
+        shapes = shapes_of(TINY, backend, num_blocks=num_blocks, decode=(4,))
+        executables = compile_executables(shapes, workers=2)
+        pool_bytes = sum(s.nbytes for half in shapes.pool_specs() for s in half)
+        steps = [*executables.decode.values(), *executables.prefill.values()]
+        for step in steps:
+            stats = step.compiled.memory_analysis()
+            state_bytes = sum(s.nbytes for s in jax.tree.leaves(shapes.state_specs()))
+            assert stats.alias_size_in_bytes == pool_bytes + state_bytes, step.name
+            layer = f"f32[{num_blocks},{TINY.num_kv_heads},{BLOCK},{TINY.head_dim}]"
+            copies = re.findall(rf"= {re.escape(layer)}\S* copy\(", step.compiled.as_text())
+            assert not copies, step.name
+        return [step.temp_bytes for step in steps]
+
+    small, large = measured(40), measured(4000)
+    assert small == large
+
+
+def test_an_undonated_pool_would_be_seen_as_a_copy():
+    """The trap for the test above: without donation nothing is aliased."""
+    from jaxserve.runtime.steps import decode_step
+
+    shapes = shapes_of(TINY, "rectangle")
+    from functools import partial
+
+    from jaxserve.model.params import param_specs
+
+    step = jax.jit(
+        partial(
+            decode_step,
+            config=TINY,
+            backend="rectangle",
+            shape=shapes.decode[0],
+            block_size=BLOCK,
+        )
+    )
+    compiled = step.lower(
+        param_specs(TINY, "float32"),
+        shape_structs(shapes.pool_specs()),
+        shape_structs(shapes.state_specs()),
+        jax.ShapeDtypeStruct((2,), jnp.int32),
+    ).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == 0
+
+
+def test_a_shape_that_was_not_compiled_is_an_error_that_lists_what_was(built):
+    _, shapes, executables = built
+    with pytest.raises(NoExecutable, match="3 rows x 64 tokens was not compiled"):
+        executables.decode_for(DecodeShape(3, WIDTH))
+    with pytest.raises(NoExecutable, match="prefill of 33 tokens"):
+        executables.prefill_for(33)
+    with pytest.raises(TypeError):
+        executables.decode_for(shapes.decode[0])(1, 2, 3)
