@@ -33,6 +33,7 @@ class Loop:
         self.scheduler = Scheduler(EngineConfig(**values | changes), num_blocks)
         self.requests: list[Request] = []
         self.flight: Schedule | None = None
+        self.now = 0.0
 
     def add(self, prompt: int, output: int = 50) -> Request:
         request = make_request(len(self.requests), [3] * prompt, max_output_tokens=output)
@@ -41,9 +42,10 @@ class Loop:
         return request
 
     def step(self) -> Schedule | None:
-        schedule = self.scheduler.schedule(0.0)
+        self.now += 1.0
+        schedule = self.scheduler.schedule(self.now)
         for request in self.sampled():
-            reason = request.commit(7, 0.0)
+            reason = request.commit(7, self.now)
             if reason is not None:
                 self.scheduler.finish(request, reason)
         self.flight = schedule
@@ -193,6 +195,7 @@ def test_a_preempted_request_computes_prompt_and_output_again_and_keeps_its_outp
     assert schedule is not None
     assert first.state is not RequestState.DECODING
     assert chunks_of(schedule) == [("r1", 0, 2 * Z - 2 + len(before))]
+    assert second.first_scheduled_at == 1.0
     loop.run()
     assert [len(r.output_token_ids) for r in (first, second)] == [20, 20]
 
