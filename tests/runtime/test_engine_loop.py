@@ -172,6 +172,22 @@ def test_an_abort_is_reported_by_the_next_step_and_unknown_ids_are_ignored():
     assert not engine.has_unfinished_requests()
 
 
+def test_the_engine_is_unfinished_until_all_is_reported_and_read_back():
+    engine, _ = build()
+    engine.add_request("queued", [1], greedy())
+    engine.abort_request("queued")
+    assert engine.has_unfinished_requests()
+    assert [u.finish_reason for u in engine.step()] == ["abort"]
+    assert not engine.has_unfinished_requests()
+    stop = expected([1], greedy())[0][0]
+    engine.add_request("stops", [1], greedy(stop_token_ids=(stop,)))
+    engine.step()
+    assert [u.finish_reason for u in engine.step()] == ["stop"]
+    assert engine.has_unfinished_requests()
+    assert engine.step() == []
+    assert not engine.has_unfinished_requests()
+
+
 def test_an_id_may_be_used_again_while_the_token_of_its_last_owner_is_in_flight():
     engine, _ = build()
     engine.add_request("a", [1, 2], greedy(20))
