@@ -85,9 +85,7 @@ def draw_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
         u = uniform(name, shape)
         if name.endswith("norm.weight"):
             tensors[name] = np.float32(1) + np.float32(0.25) * u
-        elif name.endswith(".bias"):
-            tensors[name] = np.float32(0.5) * u
-        elif name == "model.embed_tokens.weight":
+        elif name.endswith(".bias") or name == "model.embed_tokens.weight":
             tensors[name] = np.float32(0.5) * u
         else:
             gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0

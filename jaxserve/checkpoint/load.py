@@ -1,0 +1,116 @@
+"""load_checkpoint: the one way from a name or a path to a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jaxserve.checkpoint.demo import DEMO_NAME, Progress, fetch_demo, no_progress
+from jaxserve.checkpoint.gguf_file import GGUFFile
+from jaxserve.checkpoint.gguf_model import GGUFTensors, parse_gguf_config
+from jaxserve.checkpoint.gguf_tokenizer import load_gguf_tokenizer
+from jaxserve.checkpoint.hf_config import parse_hf_config
+from jaxserve.checkpoint.hub import fetch_from_hub, is_hub_id
+from jaxserve.checkpoint.safetensors_files import SafetensorsTensors
+from jaxserve.checkpoint.tensors import DummyTensors, TensorSource
+from jaxserve.checkpoint.tokenizer import TokenizerBundle, load_hf_tokenizer
+from jaxserve.checkpoint.values import load_json
+from jaxserve.config import ModelConfig
+from jaxserve.errors import CheckpointError
+
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A model on disk. ``name`` is what it is served as; ``tokenizer`` None: there is none."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: TokenizerBundle | None
+    tensors: TensorSource
+
+
+def load_checkpoint(
+    name_or_path: str | None = None,
+    *,
+    load_format: LoadFormat = "auto",
+    tokenizer: str | None = None,
+    seed: int = 0,
+    cache_dir: Path | None = None,
+    progress: Progress = no_progress,
+) -> Checkpoint:
+    """Open a model; tensors are checked here and read when asked for.
+
+    ``name_or_path``: a Hugging Face directory, a GGUF file, a hub id, or None for the demo model,
+    which is fetched once into ``cache_dir`` (None: the user's cache) while ``progress`` is told.
+    ``load_format`` "dummy" draws random weights from ``seed`` and needs a config only.
+    ``tokenizer`` names another directory, GGUF file or hub id to take the tokenizer from.
+    Raises CheckpointError or ConfigError, one line each.
+    """
+    dummy = load_format == "dummy"
+    if name_or_path is None:
+        name, path = DEMO_NAME, fetch_demo(cache_dir, progress)
+    else:
+        name, path = name_or_path, _locate(name_or_path, weights=not dummy)
+    if path.name == CONFIG and path.is_file() and dummy:
+        path = path.parent
+    _check_format(path, name, load_format)
+
+    tensors: TensorSource
+    if path.is_file():
+        file = GGUFFile(path)
+        config = parse_gguf_config(file)
+        tensors = DummyTensors(config, seed) if dummy else GGUFTensors(file, config)
+    else:
+        config = _directory_config(path)
+        tensors = DummyTensors(config, seed) if dummy else SafetensorsTensors(path, config)
+    if tokenizer is None:
+        bundle = load_gguf_tokenizer(file) if path.is_file() else load_hf_tokenizer(path)
+    else:
+        bundle = _other_tokenizer(tokenizer)
+    return Checkpoint(name=name, config=config, tokenizer=bundle, tensors=tensors)
+
+
+def _locate(name: str, *, weights: bool) -> Path:
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if is_hub_id(name):
+        return fetch_from_hub(name, weights=weights)
+    raise CheckpointError(
+        f"{name}: no such file or directory, nor a hub id (owner/name); pass a Hugging Face "
+        "directory, a GGUF file or a hub id"
+    )
+
+
+def _check_format(path: Path, name: str, load_format: LoadFormat) -> None:
+    kind = "gguf" if path.is_file() else "safetensors"
+    if load_format in ("safetensors", "gguf") and load_format != kind:
+        what = "a file" if path.is_file() else "a directory"
+        raise CheckpointError(
+            f"{name} is {what}, which --load-format {load_format} does not read; use "
+            f"--load-format {kind}"
+        )
+
+
+def _directory_config(directory: Path) -> ModelConfig:
+    path = directory / CONFIG
+    if not path.is_file():
+        gguf = sorted(p.name for p in directory.glob("*.gguf"))
+        hint = f"; for a GGUF model name the file, e.g. {directory / gguf[0]}" if gguf else ""
+        raise CheckpointError(f"{directory}: no {CONFIG} in it{hint}")
+    generation = directory / "generation_config.json"
+    return parse_hf_config(
+        load_json(path), load_json(generation) if generation.is_file() else None, file=str(path)
+    )
+
+
+def _other_tokenizer(name: str) -> TokenizerBundle:
+    path = _locate(name, weights=False)
+    bundle = load_gguf_tokenizer(GGUFFile(path)) if path.is_file() else load_hf_tokenizer(path)
+    if bundle is None:
+        raise CheckpointError(f"--tokenizer {name}: holds no tokenizer.json or GGUF tokenizer")
+    return bundle
