@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import uvicorn
@@ -213,25 +213,25 @@ class ScriptedEngine:
         )
 
 
-def app_parts(engine: ScriptedEngine, **changes) -> AppParts:
-    """The parts of an app over a scripted engine, whose threads end with ``stop``."""
-    metrics = Metrics("tiny", max_model_len=engine.max_model_len)
-    tokenizer = byte_level_tokenizer()
-    parts = AppParts(
-        engine=AsyncEngine(engine, max_requests=64, on_step=metrics.observe_step),
-        text=Text(tokenizer, chat_template=CHAT_TEMPLATE),
-        metrics=metrics,
-        served_names=("tiny", "tiny-alias"),
-        max_model_len=engine.max_model_len,
-        version="0.0.test",
-        boot_info=lambda: {"capture": {"count": 3}},
-        wall_clock=lambda: 1234.5,
-    )
-    return dataclasses.replace(parts, **changes)
+def app_parts(scripted: ScriptedEngine, **changes: Any) -> AppParts:
+    """The parts of an app over a scripted engine; ``changes`` replace some of them."""
+    metrics = Metrics("tiny", max_model_len=scripted.max_model_len)
+    if "engine" not in changes:
+        changes["engine"] = AsyncEngine(scripted, max_requests=64, on_step=metrics.observe_step)
+    parts: dict[str, Any] = {
+        "text": Text(byte_level_tokenizer(), chat_template=CHAT_TEMPLATE),
+        "metrics": metrics,
+        "served_names": ("tiny", "tiny-alias"),
+        "max_model_len": scripted.max_model_len,
+        "version": "0.0.test",
+        "boot_info": lambda: {"capture": {"count": 3}},
+        "wall_clock": lambda: 1234.5,
+    }
+    return AppParts(**{**parts, **changes})
 
 
 @contextlib.asynccontextmanager
-async def client_of(engine: ScriptedEngine, **changes) -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(engine: ScriptedEngine, **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client that calls the app in this loop, without sockets."""
     parts = app_parts(engine, **changes)
     transport = httpx.ASGITransport(create_app(parts))

@@ -144,7 +144,8 @@ def test_a_joined_stream_equals_the_whole_answer_byte_for_byte(ids, stop, includ
 async def test_a_stop_string_ends_the_answer_and_the_request_in_the_engine():
     engine = engine_saying(gate=threading.Semaphore(len(script(ANSWER))))
     async with client_of(engine) as client:
-        call = {"prompt": "fox", "max_tokens": 60, "stop": ["k bro", "zzz"]}
+        stop = ["k bro", "zzz"]
+        call = {"prompt": "fox", "max_tokens": 60, "stop": stop, "ignore_eos": True}
         body = (await client.post("/v1/completions", json=call)).json()
         assert body["choices"][0]["text"] == ANSWER[: ANSWER.index("k bro")]
         assert body["choices"][0]["finish_reason"] == "stop"
@@ -382,10 +383,9 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=5,
 )
-fields = st.sampled_from(
-    "prompt messages max_tokens temperature top_p top_k min_p seed stop stream stream_options n "
-    "stop_token_ids ignore_eos model user tokens logprobs max_completion_tokens".split()
-)
+FIELDS = """prompt messages max_tokens temperature top_p top_k min_p seed stop stream n model user
+    stream_options stop_token_ids ignore_eos tokens logprobs max_completion_tokens"""
+fields = st.sampled_from(FIELDS.split())
 bodies = (
     st.binary(max_size=30)
     | st.dictionaries(fields, json_values, max_size=4).map(lambda b: json.dumps(b).encode())

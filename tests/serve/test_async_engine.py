@@ -131,7 +131,7 @@ async def test_a_full_queue_refuses_and_takes_again_when_a_request_has_ended():
         streams = [await bridged.add_request("a", [1], TEN)]
         engine.gate.release()
         streams.append(await bridged.add_request("b", [1], TEN))
-        with pytest.raises(QueueFull, match="2 requests .* at most 2 .*--max-queued-requests"):
+        with pytest.raises(QueueFull, match=r"2 requests .* at most 2 .*--max-queued-requests"):
             await bridged.add_request("c", [1], TEN)
         engine.gate.release(100)
         assert [len(await tokens_of(stream)) for stream in streams] == [10, 10]

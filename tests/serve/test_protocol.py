@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -203,12 +204,11 @@ field_names = st.sampled_from(
 @given(body=st.dictionaries(field_names, json_values, max_size=6))
 @settings(max_examples=200)
 def test_any_object_is_a_record_or_an_invalid_request(kind, body):
-    try:
+    with contextlib.suppress(InvalidRequest):  # anything else fails the test
         call = parse_request(kind, json.dumps(body).encode())
+        assert isinstance(call, kind)
         if isinstance(call, CompletionRequest | ChatRequest):
             assert isinstance(call.sampling_params(), SamplingParams)
-    except InvalidRequest as refusal:
-        assert refusal.message
 
 
 @given(body=st.binary(max_size=40))

@@ -46,7 +46,9 @@ def test_a_conversation_is_rendered_by_the_template_and_its_marks_become_single_
     text = text_with(CHAT_TEMPLATE)
     prompt = text.render_chat(HELLO)
     assert prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    assert text.render_chat(HELLO, add_generation_prompt=False) == prompt.removesuffix("<|im_start|>assistant\n")
+    assert text.render_chat(HELLO, add_generation_prompt=False) == prompt.removesuffix(
+        "<|im_start|>assistant\n"
+    )
     ids = text.encode_chat(HELLO)
     assert ids.count(TOKENIZER.token_to_id("<|im_start|>")) == 2
     assert text.decode(ids) == prompt

@@ -1,0 +1,157 @@
+"""The launcher's flags: names operators know, and refusals of one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.serve.settings import CheckpointSettings, ServerSettings
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("serve_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+serve = load_script()
+
+
+def parse(*argv: str, **environ: str):
+    return serve.parse_args(argv, environ)
+
+
+def test_without_flags_the_records_own_defaults_hold():
+    settings = parse()
+    assert settings.engine == EngineConfig()
+    assert settings.checkpoint == CheckpointSettings()
+    assert settings.server == ServerSettings()
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (["here"], "checkpoint.model", "here"),
+        (["--model", "here"], "checkpoint.model", "here"),
+        (["--weights", "here"], "checkpoint.model", "here"),
+        (["--model-path", "here"], "checkpoint.model", "here"),
+        (["--tokenizer", "t"], "checkpoint.tokenizer", "t"),
+        (["--load-format", "dummy"], "checkpoint.load_format", "dummy"),
+        (
+            ["--served-model-name", "a", "--model-name", "b"],
+            "server.served_model_names",
+            ("a", "b"),
+        ),
+        (["--host", "0.0.0.0"], "server.host", "0.0.0.0"),
+        (["--port", "0"], "server.port", 0),
+        (["--api-key", "a", "--api-key", "b"], "server.api_keys", ("a", "b")),
+        (["--chat-template", "{{ messages }}"], "server.chat_template", "{{ messages }}"),
+        (["--max-queued-requests", "5"], "server.max_queued_requests", 5),
+        (["--shutdown-grace", "2.5"], "server.shutdown_grace_s", 2.5),
+        (["--metrics-prefix", "vllm"], "server.metrics_prefix", "vllm"),
+        (["--log-level", "error"], "server.log_level", "error"),
+        (["--dtype", "bfloat16"], "engine.dtype", "bfloat16"),
+        (["--max-model-len", "100"], "engine.max_model_len", 100),
+        (["--context-length", "100"], "engine.max_model_len", 100),
+        (["--max-num-seqs", "3"], "engine.max_num_seqs", 3),
+        (["--max-batch-size", "3"], "engine.max_num_seqs", 3),
+        (["--max-running-requests", "3"], "engine.max_num_seqs", 3),
+        (["--max-num-batched-tokens", "64"], "engine.max_num_batched_tokens", 64),
+        (["--gpu-memory-utilization", "0.5"], "engine.gpu_memory_utilization", 0.5),
+        (["--utilization", "0.5"], "engine.gpu_memory_utilization", 0.5),
+        (["--mem-fraction-static=0.5"], "engine.gpu_memory_utilization", 0.5),
+        (["--block-size", "32"], "engine.block_size", 32),
+        (["--page-size", "32"], "engine.block_size", 32),
+        (["--num-gpu-blocks-override", "9"], "engine.num_blocks", 9),
+        (["--num-blocks", "9"], "engine.num_blocks", 9),
+        (["--kv-cache-memory-bytes", "9"], "engine.kv_cache_memory_bytes", 9),
+        (["--kv-cache-bytes", "9"], "engine.kv_cache_memory_bytes", 9),
+        (["--attention-backend", "streamed"], "engine.attention_backend", "streamed"),
+        (["--seed", "7"], "engine.seed", 7),
+    ],
+)
+def test_a_flag_and_its_aliases_set_one_field(argv, field, value):
+    record, name = field.split(".")
+    assert getattr(getattr(parse(*argv), record), name) == value
+
+
+def test_the_environments_key_counts_unless_a_flag_gives_one():
+    assert parse(JAXSERVE_API_KEY="e").server.api_keys == ("e",)
+    assert parse("--api-key", "f", JAXSERVE_API_KEY="e").server.api_keys == ("f",)
+    assert parse(JAXSERVE_API_KEY="").server.api_keys == ()
+
+
+def test_a_chat_template_may_be_a_file(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("hello {{ x }}")
+    assert parse("--chat-template", str(path)).server.chat_template == "hello {{ x }}"
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag", "works"),
+    [
+        (["--port", "http"], "--port", "e.g. 8"),
+        (["--port", "70000"], "--port", "e.g. 8000"),
+        (["--max-model-len", "2.5"], "--max-model-len", "e.g. 8"),
+        (["--max-num-seqs", "0"], "--max-num-seqs", "at least 1"),
+        (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization", "0.9"),
+        (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization", "0.9"),
+        (["--block-size", "12"], "--block-size", "power of two"),
+        (["--dtype", "int8"], "--dtype", "bfloat16"),
+        (["--load-format", "zip"], "--load-format", "safetensors"),
+        (["--attention-backend", "flash"], "--attention-backend", "streamed"),
+        (["--max-num-sqs", "3"], "--max-num-sqs", "--max-num-seqs"),
+        (["--max-num", "3"], "--max-num", "--max-num-seqs"),
+        (["a", "b"], "b", "--help"),
+        (["a", "--model", "b"], "--model", "leave one out"),
+        (["--port"], "--port", "expected one argument"),
+        (["--api-key", ""], "--api-key", "give a word"),
+        (["--chat-template", "/none/such"], "--chat-template", "jinja file"),
+        (["--shutdown-grace", "inf"], "--shutdown-grace", "e.g. 30"),
+        (["--max-queued-requests", "-1"], "--max-queued-requests", "e.g. 1024"),
+        (["--metrics-prefix", "a b"], "--metrics-prefix", "e.g. vllm"),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_the_flag_and_a_value_that_works(argv, flag, works):
+    with pytest.raises(ConfigError) as refused:
+        parse(*argv)
+    message = str(refused.value)
+    assert flag in message
+    assert works in message
+    assert "\n" not in message
+
+
+def test_memory_is_claimed_for_jax_unless_the_operator_already_did():
+    environ: dict[str, str] = {}
+    serve.claim_memory(environ, 0.8)
+    assert environ == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.8"}
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+        environ = {name: "x"}
+        serve.claim_memory(environ, 0.8)
+        assert environ == {name: "x"}
+
+
+def test_a_wrong_flag_exits_2_with_one_line_before_jax_is_imported():
+    code = (
+        "import sys, runpy\n"
+        "sys.modules['jax'] = None\n"  # importing it now raises
+        f"sys.argv = ['serve.py', '--port', 'x']\nrunpy.run_path({str(SCRIPT)!r}, "
+        "run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=SCRIPT.parents[1]
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "serve.py: --port: 'x' is not a whole number, e.g. 8\n"

@@ -1,0 +1,72 @@
+"""A server process for tests: the real launcher over a scripted engine.
+
+`python serve_launch_main.py MODE SECONDS [flags]`: MODE is fine, no-boot, die or slow-boot, SECONDS
+the time a step takes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from jaxserve.errors import CheckpointError  # noqa: E402
+from jaxserve.sched.outputs import RequestUpdate  # noqa: E402
+from jaxserve.serve.app import create_app  # noqa: E402
+from jaxserve.serve.async_engine import AsyncEngine  # noqa: E402
+from jaxserve.serve.launch import Serving  # noqa: E402
+from jaxserve.serve.settings import ServeSettings  # noqa: E402
+from tests.serve_fakes import ScriptedEngine, app_parts  # noqa: E402
+
+
+class PacedEngine(ScriptedEngine):
+    """A step takes ``pace_s``; in the mode ``die`` the first one with a request raises."""
+
+    pace_s = 0.0
+    dies = False
+
+    def step(self) -> list[RequestUpdate]:
+        if self.dies:
+            raise RuntimeError("the device fell off the bus")
+        time.sleep(self.pace_s)
+        return super().step()
+
+
+def main() -> int:
+    mode, pace_s, *argv = sys.argv[1:]
+    spec = importlib.util.spec_from_file_location("serve_script", ROOT / "scripts" / "serve.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def builder(settings: ServeSettings):
+        def build(
+            on_phase: Callable[[str], None], on_death: Callable[[BaseException], None]
+        ) -> Serving:
+            on_phase("loading nothing")
+            if mode == "no-boot":
+                raise CheckpointError("no such model: nothing")
+            if mode == "slow-boot":
+                threading.Event().wait()
+            engine = PacedEngine(script=[5], max_model_len=10**9)
+            engine.pace_s, engine.dies = float(pace_s), mode == "die"
+            wrapped = AsyncEngine(engine, max_requests=64, on_death=on_death)
+            return Serving(create_app(app_parts(engine, engine=wrapped)), wrapped)
+
+        return build
+
+    code = script.main(argv, builder)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
