@@ -13,6 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tqdm import tqdm
+
 from jaxserve.config import EngineConfig
 from jaxserve.errors import BootError, ConfigError
 from jaxserve.serve.launch import BuildApp, Serving, bind, run_server
@@ -136,7 +138,27 @@ def claim_memory(environ: Any, share: float) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    tqdm.write(line)  # above a progress bar, where there is one
+    sys.stdout.flush()
+
+
+class _ProgressBar:
+    """One bar at a time on a terminal's stderr, nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._bar is not None and (self._bar.total != total or done < self._bar.n):
+            self._bar.close()
+            self._bar = None
+        if self._bar is None:
+            self._bar = tqdm(total=total, leave=False, disable=None, unit_scale=total > 100_000)
+        self._bar.set_description(what, refresh=False)
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+            self._bar = None
 
 
 def _builder(settings: ServeSettings) -> BuildApp:
@@ -145,7 +167,7 @@ def _builder(settings: ServeSettings) -> BuildApp:
     ) -> Serving:
         from jaxserve.boot import build_app  # imports JAX, which reads its environment then
 
-        return build_app(settings, report=on_phase, on_death=on_death)
+        return build_app(settings, report=on_phase, progress=_ProgressBar(), on_death=on_death)
 
     return build
 

@@ -242,7 +242,7 @@ async def client_of(engine: ScriptedEngine, **changes: Any) -> AsyncIterator[htt
         if engine.gate is not None:
             engine.gate.release(100_000)
         assert isinstance(parts.engine, AsyncEngine)
-        await asyncio.wait_for(parts.engine.shutdown(0.0), 10)
+        await asyncio.wait_for(parts.engine.shutdown(0.0), 30)
 
 
 @contextlib.contextmanager
@@ -259,7 +259,7 @@ def served(app: ASGIApp) -> Iterator[str]:
         thread.join()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Returns when the condition holds, fails when it never does."""
     deadline = time.monotonic() + seconds
     pause = threading.Event()

@@ -261,9 +261,10 @@ class AsyncEngine:
             if update.finish_reason is not None:
                 ended.append(update)
                 self._forget(update.request_id)
-        self._post(posts)
+        # Before the answers go out: who has one finds it counted.
         self._stats = self._engine.stats()
         self._on_step(self._stats, ended)
+        self._post(posts)
         if not self._engine.has_unfinished_requests():
             self._engine.audit()
 

@@ -152,7 +152,7 @@ async def test_a_stop_string_ends_the_answer_and_the_request_in_the_engine():
         assert body["usage"]["completion_tokens"] < len(script(ANSWER))
         metrics = (await client.get("/metrics")).text
         engine.gate.release()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while engine.jobs:
                 await asyncio.sleep(0.002)
     assert len(engine.aborted) == 1
@@ -198,7 +198,7 @@ async def test_one_refused_prompt_of_several_refuses_the_call_and_ends_the_other
     async with client_of(engine) as client:
         call = {"prompt": [[1], [2], []], "max_tokens": 9000}
         asking = asyncio.create_task(client.post("/v1/completions", json=call))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while len(engine.aborted) < 2:
                 engine.gate.release()
                 await asyncio.sleep(0.002)
@@ -281,14 +281,15 @@ async def test_a_full_queue_is_a_429_that_says_when_to_come_back():
 
 
 async def test_an_engine_that_dies_ends_calls_with_a_500_streams_with_an_error_and_its_health():
-    engine = ScriptedEngine(script=script("fox fox"), gate=threading.Semaphore(0))
+    gate = threading.Semaphore(0)
+    engine = ScriptedEngine(script=script("fox fox"), gate=gate, max_model_len=10**9)
     async with client_of(engine) as client:
         assert (await client.get("/health")).status_code == 200
-        call = {"prompt": "x", "max_tokens": 50}
+        call = {"prompt": "x", "max_tokens": 10**8}
         unary = asyncio.create_task(client.post("/v1/completions", json=call))
         engine.gate.release()
         stream = asyncio.create_task(client.post("/v1/completions", json={**call, "stream": True}))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while len(engine.jobs) < 2:
                 engine.gate.release()
                 await asyncio.sleep(0.002)

@@ -16,6 +16,7 @@ from tests.serve_fakes import ScriptedEngine
 
 TEN = SamplingParams(max_tokens=10)
 LONG = SamplingParams(max_tokens=50)
+ENDLESS = SamplingParams(max_tokens=None)
 
 
 @contextlib.asynccontextmanager
@@ -26,14 +27,22 @@ async def bridge(engine: ScriptedEngine, *, max_requests: int = 100, **options):
     finally:
         if engine.gate is not None:
             engine.gate.release(10_000)
-        await asyncio.wait_for(wrapped.shutdown(0.0), 10)
+        await asyncio.wait_for(wrapped.shutdown(0.0), 30)
 
 
 async def until(condition) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < deadline, "waited 10 s in vain"
+        assert time.monotonic() < deadline, "waited 30 s in vain"
         await asyncio.sleep(0.002)
+
+
+async def add_during_step(bridged, engine, request_id: str, params: SamplingParams):
+    """Asks while a step is held at the gate, then lets that one step end."""
+    asking = asyncio.create_task(bridged.add_request(request_id, [1], params))
+    await asyncio.sleep(0)  # the request is in the inbox
+    engine.gate.release()
+    return await asking
 
 
 async def tokens_of(stream) -> list[int]:
@@ -63,25 +72,23 @@ async def test_only_one_thread_ever_touches_the_engine():
 
 
 async def test_a_step_reaches_a_loop_with_one_call_whatever_the_number_of_requests():
-    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0), max_model_len=10**9)
     async with bridge(engine) as bridged:
-        streams = [await bridged.add_request("r0", [1], LONG)]
-        adds = [asyncio.create_task(bridged.add_request(f"r{i}", [1], LONG)) for i in range(1, 9)]
-        await until(engine.step_started.is_set)
-        engine.gate.release()  # lets the blocked step end, so that the adds are taken
-        streams += await asyncio.gather(*adds)
-        await until(lambda: len(engine.jobs) == 9)
+        ids = {f"r{i}" for i in range(9)}
+        await bridged.add_request("r0", [1], ENDLESS)
+        for request_id in sorted(ids - {"r0"}):
+            await add_during_step(bridged, engine, request_id, ENDLESS)
         loop = asyncio.get_running_loop()
         calls, post = [], loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *args: (calls.append(args), post(*args))[1]
         try:
-            steps = bridged.stats().num_steps
-            engine.gate.release()
-            await until(lambda: bridged.stats().num_steps == steps + 1)
+            engine.gate.release(5)
+            await until(lambda: len(calls) >= 5)
         finally:
             del loop.call_soon_threadsafe
-        assert len(calls) == 1
-        assert len(calls[0][1]) == 9
+        for _, items in calls:  # all requests, none of them twice
+            assert len(items) == 9
+            assert {stream.request_id for stream, _ in items} == ids
 
 
 async def test_what_the_engine_refuses_is_raised_where_it_was_asked_and_the_engine_goes_on():
@@ -97,8 +104,7 @@ async def test_leaving_a_stream_aborts_its_request_and_no_other():
     engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
     async with bridge(engine) as bridged:
         kept = await bridged.add_request("kept", [1], TEN)
-        engine.gate.release()
-        async with await bridged.add_request("left", [1], LONG) as left:
+        async with await add_during_step(bridged, engine, "left", LONG) as left:
             engine.gate.release()
             await anext(left)
         engine.gate.release(100)
@@ -129,8 +135,7 @@ async def test_a_full_queue_refuses_and_takes_again_when_a_request_has_ended():
     engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
     async with bridge(engine, max_requests=2) as bridged:
         streams = [await bridged.add_request("a", [1], TEN)]
-        engine.gate.release()
-        streams.append(await bridged.add_request("b", [1], TEN))
+        streams.append(await add_during_step(bridged, engine, "b", TEN))
         with pytest.raises(QueueFull, match=r"2 requests .* at most 2 .*--max-queued-requests"):
             await bridged.add_request("c", [1], TEN)
         engine.gate.release(100)
@@ -151,8 +156,7 @@ async def test_a_step_that_raises_ends_every_request_and_says_why():
     deaths: list[BaseException] = []
     wrapped = AsyncEngine(engine, max_requests=9, on_death=deaths.append)
     streams = [await wrapped.add_request("a", [1], TEN)]
-    engine.gate.release()
-    streams.append(await wrapped.add_request("b", [1], TEN))
+    streams.append(await add_during_step(wrapped, engine, "b", TEN))
     assert wrapped.alive
     engine.fault = RuntimeError("the device fell off the bus")
     engine.gate.release(100)
@@ -164,7 +168,7 @@ async def test_a_step_that_raises_ends_every_request_and_says_why():
     assert not wrapped.accepting
     with pytest.raises(EngineDead, match="fell off the bus"):
         await wrapped.add_request("c", [1], TEN)
-    await asyncio.wait_for(wrapped.shutdown(5), 5)
+    await asyncio.wait_for(wrapped.shutdown(5), 30)
 
 
 async def test_books_that_do_not_balance_when_idle_end_the_engine():
@@ -190,7 +194,7 @@ async def test_a_shutdown_lets_running_requests_finish_and_takes_no_more():
     assert not wrapped.accepting
     engine.gate.release(100)
     assert await tokens_of(stream) == [7] * 10
-    await asyncio.wait_for(ending, 10)
+    await asyncio.wait_for(ending, 30)
     assert not wrapped.alive
     assert wrapped.error is None
     assert engine.aborted == []
@@ -207,7 +211,7 @@ async def test_what_runs_past_the_grace_is_aborted_in_the_engine_and_told():
     engine.gate.release(3)
     with pytest.raises(NotReady, match="stopping"):
         await tokens_of(stream)
-    await asyncio.wait_for(asyncio.gather(patient, hurried), 10)
+    await asyncio.wait_for(asyncio.gather(patient, hurried), 30)
     assert engine.aborted == ["a"]
     assert not engine.has_unfinished_requests()
 

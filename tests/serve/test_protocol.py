@@ -202,7 +202,7 @@ field_names = st.sampled_from(
     "kind", [CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest]
 )
 @given(body=st.dictionaries(field_names, json_values, max_size=6))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_any_object_is_a_record_or_an_invalid_request(kind, body):
     with contextlib.suppress(InvalidRequest):  # anything else fails the test
         call = parse_request(kind, json.dumps(body).encode())
@@ -212,7 +212,7 @@ def test_any_object_is_a_record_or_an_invalid_request(kind, body):
 
 
 @given(body=st.binary(max_size=40))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_any_bytes_are_refused_or_a_record(body):
     with pytest.raises(InvalidRequest):
         parse_request(CompletionRequest, body)

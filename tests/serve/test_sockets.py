@@ -31,7 +31,7 @@ def server_of(engine: ScriptedEngine):
         if engine.gate is not None:
             engine.gate.release(100_000)
         assert isinstance(parts.engine, AsyncEngine)
-        asyncio.run(asyncio.wait_for(parts.engine.shutdown(0.0), 10))
+        asyncio.run(asyncio.wait_for(parts.engine.shutdown(0.0), 30))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def call_by_hand(url: str, body: dict) -> socket.socket:
     host, port = httpx.URL(url).host, httpx.URL(url).port
     assert port is not None
     data = json.dumps(body).encode()
-    connection = socket.create_connection((host, port), timeout=10)
+    connection = socket.create_connection((host, port), timeout=30)
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
@@ -119,7 +119,7 @@ def test_a_client_that_leaves_before_it_sent_its_body_costs_nothing():
     engine = ScriptedEngine(script=[5])
     with server_of(engine) as url:
         host, port = httpx.URL(url).host, httpx.URL(url).port
-        with socket.create_connection((host, port), timeout=10) as connection:
+        with socket.create_connection((host, port), timeout=30) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
             connection.sendall(b"Content-Length: 100\r\n\r\n{")
         assert httpx.get(f"{url}/health").status_code == 200
