@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def _gather(pool_CKZH: jax.Array, block_tables_XP: jax.Array) -> jax.Array:
@@ -16,7 +17,7 @@ def _gather(pool_CKZH: jax.Array, block_tables_XP: jax.Array) -> jax.Array:
     return blocks.transpose(0, 2, 1, 3, 4).reshape(X, K, P * Z, H)
 
 
-def _softmax_values(scores: jax.Array, visible: jax.Array, soft_cap: float | None) -> jax.Array:
+def _softmax(scores: jax.Array, visible: jax.Array, soft_cap: float | None) -> jax.Array:
     """Attention weights over the last axis; all zeros where nothing is visible."""
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -51,7 +52,7 @@ def paged_attention(
     v_BKWH = jnp.where(visible_BW[:, None, :, None], v_BKWH, 0.0)
     q_BKGH = q_BNH.reshape(B, K, N // K, H).astype(jnp.float32) * scale
     scores = jnp.einsum("BKGH,BKWH->BKGW", q_BKGH, k_BKWH, precision="highest")
-    weights = _softmax_values(scores, visible_BW[:, None, None, :], soft_cap)
+    weights = _softmax(scores, visible_BW[:, None, None, :], soft_cap)
     out = jnp.einsum("BKGW,BKWH->BKGH", weights, v_BKWH, precision="highest")
     return out.reshape(B, N, H).astype(q_BNH.dtype)
 
@@ -73,22 +74,21 @@ def paged_prefill(
     S, K = block_tables_SP.shape[0], k_pool_CKZH.shape[1]
     k_SKWH = _gather(k_pool_CKZH, block_tables_SP)
     v_SKWH = _gather(v_pool_CKZH, block_tables_SP)
-    W = k_SKWH.shape[2]
-    key = jnp.arange(W, dtype=jnp.int32)
-    v_SKWH = jnp.where((key[None, :] < context_lens_S[:, None])[:, None, :, None], v_SKWH, 0.0)
-
-    token = jnp.arange(T, dtype=jnp.int32)
-    start_S, end_S = cu_query_lens_S1[:-1], cu_query_lens_S1[1:]
-    member_ST = (token >= start_S[:, None]) & (token < end_S[:, None])
-    position_ST = token + (context_lens_S - end_S)[:, None]
-    visible_STW = member_ST[:, :, None] & (key <= position_ST[:, :, None])
-    if window is not None:
-        visible_STW &= key > position_ST[:, :, None] - window
-
+    key = jnp.arange(k_SKWH.shape[2], dtype=jnp.int32)[None, :]
+    v_SKWH = jnp.where((key < context_lens_S[:, None])[:, None, :, None], v_SKWH, 0.0)
+    token = jnp.arange(T, dtype=jnp.int32)[:, None]
     q_TKGH = q_TNH.reshape(T, K, N // K, H).astype(jnp.float32) * scale
-    out = jnp.zeros((T, K, N // K, H), jnp.float32)
-    for s in range(S):  # one segment at a time: scores are [K, G, T, W], not S times that
+
+    def add_segment(s: jax.Array, out_TKGH: jax.Array) -> jax.Array:
+        start, end = cu_query_lens_S1[s], cu_query_lens_S1[s + 1]
+        last_key = token + (context_lens_S[s] - end)
+        visible_TW = (token >= start) & (token < end) & (key <= last_key)
+        if window is not None:
+            visible_TW &= key > last_key - window
         scores = jnp.einsum("TKGH,KWH->KGTW", q_TKGH, k_SKWH[s], precision="highest")
-        weights = _softmax_values(scores, visible_STW[s], soft_cap)
-        out += jnp.einsum("KGTW,KWH->TKGH", weights, v_SKWH[s], precision="highest")
+        weights = _softmax(scores, visible_TW[None, None], soft_cap)
+        return out_TKGH + jnp.einsum("KGTW,KWH->TKGH", weights, v_SKWH[s], precision="highest")
+
+    # One segment at a time: scores are [K, G, T, W], not S times that.
+    out = lax.fori_loop(0, S, add_segment, jnp.zeros(q_TKGH.shape, jnp.float32))
     return out.reshape(T, N, H).astype(q_TNH.dtype)

@@ -1,4 +1,4 @@
-"""The oracle: paged attention in numpy float64, one token and one head at a time.
+"""The oracle: paged attention in numpy float64, one query token at a time.
 
 It shares no code with the implementations and visits only the tokens a query may see, so whatever
 lies elsewhere in memory cannot reach its results.
@@ -10,23 +10,6 @@ import numpy as np
 
 
 def _attend(
-    q_H: np.ndarray,
-    keys: list[np.ndarray],
-    values: list[np.ndarray],
-    scale: float,
-    soft_cap: float | None,
-) -> np.ndarray:
-    scores = np.array([float(np.dot(q_H, key)) * scale for key in keys])
-    if soft_cap is not None:
-        scores = soft_cap * np.tanh(scores / soft_cap)
-    weights = np.exp(scores - scores.max())
-    out = np.zeros_like(q_H)
-    for weight, value in zip(weights / weights.sum(), values, strict=True):
-        out += weight * value
-    return out
-
-
-def _query(
     q_NH: np.ndarray,
     k_pool: np.ndarray,
     v_pool: np.ndarray,
@@ -36,15 +19,21 @@ def _query(
     window: int | None,
     soft_cap: float | None,
 ) -> np.ndarray:
+    """One token's query heads over the tokens it sees, in float64: [N, H]."""
     _, num_kv_heads, block_size, _ = k_pool.shape
     group = q_NH.shape[0] // num_kv_heads
     first = 0 if window is None else max(0, position - window + 1)
     places = [(int(table[p // block_size]), p % block_size) for p in range(first, position + 1)]
     out = np.zeros(q_NH.shape, np.float64)
-    for n in range(q_NH.shape[0]):
-        keys = [k_pool[c, n // group, z].astype(np.float64) for c, z in places]
-        values = [v_pool[c, n // group, z].astype(np.float64) for c, z in places]
-        out[n] = _attend(q_NH[n].astype(np.float64), keys, values, scale, soft_cap)
+    for k in range(num_kv_heads):
+        keys = np.array([k_pool[c, k, z] for c, z in places]).astype(np.float64)
+        values = np.array([v_pool[c, k, z] for c, z in places]).astype(np.float64)
+        for n in range(k * group, (k + 1) * group):
+            scores = scale * (keys @ q_NH[n].astype(np.float64))
+            if soft_cap is not None:
+                scores = soft_cap * np.tanh(scores / soft_cap)
+            weights = np.exp(scores - scores.max())
+            out[n] = (weights / weights.sum()) @ values
     return out
 
 
@@ -63,7 +52,7 @@ def paged_attention(
     out = np.zeros(q_BNH.shape, np.float64)
     for b, length in enumerate(context_lens_B):
         if length > 0:
-            out[b] = _query(
+            out[b] = _attend(
                 q_BNH[b],
                 k_pool_CKZH,
                 v_pool_CKZH,
@@ -93,7 +82,7 @@ def paged_prefill(
     for s, context in enumerate(context_lens_S):
         start, end = int(cu_query_lens_S1[s]), int(cu_query_lens_S1[s + 1])
         for t in range(start, end):
-            out[t] = _query(
+            out[t] = _attend(
                 q_TNH[t],
                 k_pool_CKZH,
                 v_pool_CKZH,

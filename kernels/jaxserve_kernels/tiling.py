@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Keys a trip reads: enough to pay for the trip, few enough that a short row wastes little.
+# Keys of a trip: enough to pay for the trip, few enough that a short row wastes little.
 _DECODE_KEYS = 128
 _PREFILL_KEYS = 256
 _PREFILL_QUERIES = 64
 
 
 class PrefillTile(NamedTuple):
-    """Queries and blocks of keys that one trip of a prefill multiplies."""
+    """Queries and keys that one trip of a prefill multiplies."""
 
     queries: int
-    blocks: int
+    keys: int
 
 
-def decode_tile_blocks(block_size: int, blocks_per_row: int) -> int:
-    """Blocks that one trip of a decode read takes, at least 1 and at most the table's width."""
-    return max(1, min(_DECODE_KEYS // block_size, blocks_per_row))
+def _whole_blocks(keys: int, block_size: int, blocks_per_row: int) -> int:
+    """``keys`` rounded down to whole blocks: at least one, at most the table's."""
+    return max(1, min(keys // block_size, blocks_per_row)) * block_size
+
+
+def decode_tile(block_size: int, blocks_per_row: int) -> int:
+    """Keys that one trip of a decode read takes: whole blocks."""
+    return _whole_blocks(_DECODE_KEYS, block_size, blocks_per_row)
 
 
 def prefill_tile(tokens: int, block_size: int, blocks_per_row: int) -> PrefillTile:
-    """Tile of a prefill of ``tokens`` packed tokens."""
+    """Tile of a prefill of ``tokens`` packed tokens; its keys are whole blocks."""
     return PrefillTile(
         queries=min(_PREFILL_QUERIES, tokens),
-        blocks=max(1, min(_PREFILL_KEYS // block_size, blocks_per_row)),
+        keys=_whole_blocks(_PREFILL_KEYS, block_size, blocks_per_row),
     )

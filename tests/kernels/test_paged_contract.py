@@ -1,0 +1,318 @@
+"""The contract of paged attention, asked of every implementation against a float64 reference.
+
+A new implementation joins by adding its name to IMPLEMENTATIONS. All checks of a case share one
+compiled shape: 8 rows for decode, 6 segments in 192 tokens for prefill.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxserve_kernels import paged_attention, paged_prefill, reference
+
+IMPLEMENTATIONS = ("rectangle", "streamed_xla")
+
+TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
+WILD_IDS = np.array([-(2**31), -7, -1, 2**20, 2**31 - 1], np.int64)
+TOKENS = 192
+
+
+@dataclass(frozen=True)
+class Case:
+    """One corner of the contract."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: str = "float32"
+    pool_dtype: str = "float32"
+    scale: float = 0.125
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def options(self) -> dict:
+        return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+
+    @property
+    def width(self) -> int:
+        """Blocks a row: several tiles of keys, and no multiple of a tile."""
+        return max(2, -(-290 // self.block_size))
+
+
+PLAIN = Case("groups of 3", 9, 3, 64, 16)
+CAPPED = Case("cap and window", 4, 2, 64, 16, scale=1.0, window=33, soft_cap=4.0)
+CASES = (
+    PLAIN,
+    CAPPED,
+    Case("groups of 1, window of 1", 2, 2, 80, 8, window=1),
+    Case(
+        "groups of 4 in bfloat16, window over tiles", 8, 2, 128, 32, *["bfloat16"] * 2, window=140
+    ),
+    Case("groups of 7 in float16", 7, 1, 96, 16, "float16", "float16", scale=0.1),
+    Case(
+        "groups of 8 over a bfloat16 pool, window in a block",
+        8,
+        1,
+        112,
+        8,
+        "float32",
+        "bfloat16",
+        window=5,
+    ),
+    Case("blocks of 256", 2, 1, 64, 256),
+)
+
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+# ---- worlds ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """Pools and the rows in them; what no row owns is poison, unused table entries are wild."""
+
+    k_pool: np.ndarray
+    v_pool: np.ndarray
+    tables: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        return self.k_pool, self.v_pool, self.tables, self.lengths
+
+
+def draw(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return values.astype(jnp.dtype(dtype))
+
+
+def make_world(case: Case, lengths: list[int], seed: int) -> World:
+    """Rows over permuted blocks; every odd row shares its first blocks with row 0."""
+    rng = np.random.default_rng(seed)
+    Z, rows = case.block_size, len(lengths)
+    num_blocks = rows * case.width + 1
+    tables = (rng.permutation(num_blocks - 1) + 1).reshape(rows, case.width)
+    owned = np.zeros((num_blocks, Z), bool)
+    for row, length in enumerate(lengths):
+        if row % 2:
+            common = min(length, lengths[0]) // Z
+            tables[row, :common] = tables[0, :common]
+        for position in range(length):
+            owned[tables[row, position // Z], position % Z] = True
+        unused = slice(-(-length // Z), None)
+        tables[row, unused] = rng.choice(WILD_IDS, tables[row, unused].shape)
+    pools = []
+    for poison in (np.nan, np.inf):
+        shape = (num_blocks, case.num_kv_heads, Z, case.head_size)
+        pool = draw(shape, case.pool_dtype, int(rng.integers(2**31)))
+        pools.append(np.where(owned[:, None, :, None], pool, np.array(poison, pool.dtype)))
+    return World(*pools, tables.astype(np.int32), np.array(lengths, np.int32))
+
+
+def edge_lengths(case: Case) -> list[int]:
+    """None, one, both sides of a block, of a tile, and of the table."""
+    Z, full = case.block_size, case.width * case.block_size
+    return [min(n, full) for n in (full, 0, 1, Z - 1, Z, Z + 1, 129, full - 3)]
+
+
+def packing(queries: list[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+
+
+# ---- what is run, what is wanted, and the check ------------------------------------------------
+
+
+@cache
+def compiled(op, case: Case, implementation: str):
+    return jax.jit(partial(op, **case.options, implementation=implementation))
+
+
+def decode_queries(case: Case, world: World, seed: int) -> np.ndarray:
+    return draw((len(world.lengths), case.num_heads, case.head_size), case.dtype, seed)
+
+
+def decode(case: Case, implementation: str, world: World, seed: int) -> jax.Array:
+    run = compiled(paged_attention, case, implementation)
+    return run(decode_queries(case, world, seed), *world.arrays)
+
+
+def decode_wanted(case: Case, world: World, seed: int) -> np.ndarray:
+    queries = decode_queries(case, world, seed)
+    return reference.paged_attention(queries, *world.arrays, **case.options)
+
+
+def prefill_queries(case: Case, queries: list[int], seed: int) -> np.ndarray:
+    q = draw((TOKENS, case.num_heads, case.head_size), case.dtype, seed)
+    q[sum(queries) :] = np.nan
+    return q
+
+
+def prefill(
+    case: Case, implementation: str, world: World, queries: list[int], seed: int
+) -> jax.Array:
+    run = compiled(paged_prefill, case, implementation)
+    return run(prefill_queries(case, queries, seed), *world.arrays, packing(queries))
+
+
+def prefill_wanted(case: Case, world: World, queries: list[int], seed: int) -> np.ndarray:
+    q = prefill_queries(case, queries, seed)
+    return reference.paged_prefill(q, *world.arrays, packing(queries), **case.options)
+
+
+def check(case: Case, got: jax.Array, want: np.ndarray) -> None:
+    assert got.dtype == jnp.dtype(case.dtype)
+    tolerance = max(TOLERANCE[case.dtype], TOLERANCE["float32"])
+    np.testing.assert_allclose(
+        np.asarray(got.astype(jnp.float32)), want, atol=tolerance, rtol=tolerance
+    )
+
+
+# ---- decode ----------------------------------------------------------------------------------
+
+
+@every_implementation
+@every_case
+def test_decode_equals_the_reference_at_every_edge_length(case, implementation):
+    world = make_world(case, edge_lengths(case), 1)
+    check(case, decode(case, implementation, world, 2), decode_wanted(case, world, 2))
+
+
+@every_implementation
+@given(lengths=st.lists(st.integers(0, 300), min_size=8, max_size=8), seed=st.integers(0, 2**16))
+def test_decode_equals_the_reference_for_any_lengths(implementation, lengths, seed):
+    world = make_world(PLAIN, lengths, seed)
+    check(PLAIN, decode(PLAIN, implementation, world, seed), decode_wanted(PLAIN, world, seed))
+
+
+@every_implementation
+def test_empty_rows_give_zeros(implementation):
+    world = make_world(PLAIN, [0] * 8, 3)
+    np.testing.assert_array_equal(np.asarray(decode(PLAIN, implementation, world, 4)), 0.0)
+
+
+# ---- prefill ---------------------------------------------------------------------------------
+
+# An empty row, a whole prompt, a chunk of several query tiles after earlier context, an empty
+# segment of a long row, one token, and a chunk that fills the table to the brim.
+QUERIES = [0, 17, 100, 0, 1, 20]
+
+
+def prefill_lengths(case: Case) -> list[int]:
+    return [0, 17, 150, 40, 33, case.width * case.block_size]
+
+
+@every_implementation
+@every_case
+def test_prefill_equals_the_reference_for_every_kind_of_segment(case, implementation):
+    world = make_world(case, prefill_lengths(case), 5)
+    got = prefill(case, implementation, world, QUERIES, 6)
+    check(case, got, prefill_wanted(case, world, QUERIES, 6))
+
+
+@every_implementation
+@given(
+    segments=st.lists(st.tuples(st.integers(0, 32), st.integers(0, 90)), min_size=6, max_size=6),
+    seed=st.integers(0, 2**16),
+)
+def test_prefill_equals_the_reference_for_any_packing(implementation, segments, seed):
+    queries = [new for new, _ in segments]
+    world = make_world(PLAIN, [new + before for new, before in segments], seed)
+    got = prefill(PLAIN, implementation, world, queries, seed)
+    check(PLAIN, got, prefill_wanted(PLAIN, world, queries, seed))
+
+
+@every_implementation
+def test_a_prefill_of_padding_alone_gives_zeros(implementation):
+    world = make_world(PLAIN, [9, 0, 0, 0, 0, 0], 7)
+    got = prefill(PLAIN, implementation, world, [0] * 6, 8)
+    np.testing.assert_array_equal(np.asarray(got), 0.0)
+
+
+# ---- the same bits in any batch --------------------------------------------------------------
+
+every_streamed = pytest.mark.parametrize(
+    "implementation", [name for name in IMPLEMENTATIONS if name.startswith("streamed")]
+)
+
+
+@every_streamed
+@given(order=st.permutations(range(8)), rows=st.sampled_from([1, 2, 8]))
+def test_a_decode_row_has_the_same_bits_in_any_row_of_any_batch(implementation, order, rows):
+    world = make_world(PLAIN, [300, 128, 129, 1, 16, 255, 77, 200], 9)
+    queries = decode_queries(PLAIN, world, 10)
+    whole = np.asarray(decode(PLAIN, implementation, world, 10))
+    picked = list(order[:rows])
+    run = compiled(paged_attention, PLAIN, implementation)
+    part = run(
+        queries[picked], world.k_pool, world.v_pool, world.tables[picked], world.lengths[picked]
+    )
+    np.testing.assert_array_equal(np.asarray(part), whole[picked])
+
+
+@every_streamed
+def test_a_prefill_segment_has_the_same_bits_in_any_packing(implementation):
+    world = make_world(PLAIN, prefill_lengths(PLAIN), 11)
+    packed = np.asarray(prefill(PLAIN, implementation, world, QUERIES, 12))
+    q = np.roll(prefill_queries(PLAIN, QUERIES, 12), -17, axis=0)
+    run = compiled(paged_prefill, PLAIN, implementation)
+    alone = run(q, *world.arrays, packing([0, 0, 100, 0, 0, 0]))
+    np.testing.assert_array_equal(np.asarray(alone)[:100], packed[17:117])
+
+
+# ---- traps: the checks must be able to fail ----------------------------------------------------
+
+fails = partial(pytest.raises, AssertionError, match="Not equal to tolerance")
+
+
+@every_implementation
+@pytest.mark.parametrize("wrong", [{"window": 32}, {"scale": 1.001}, {"soft_cap": 4.01}])
+def test_the_checks_fail_under_a_slightly_wrong_option(implementation, wrong):
+    told = replace(CAPPED, **wrong)
+    world = make_world(CAPPED, edge_lengths(CAPPED), 13)
+    with fails():
+        check(CAPPED, decode(CAPPED, implementation, world, 14), decode_wanted(told, world, 14))
+    world = make_world(CAPPED, prefill_lengths(CAPPED), 13)
+    with fails():
+        got = prefill(CAPPED, implementation, world, QUERIES, 14)
+        check(CAPPED, got, prefill_wanted(told, world, QUERIES, 14))
+
+
+@every_implementation
+@pytest.mark.parametrize("off", [-1, 1])
+def test_the_decode_check_fails_when_a_row_sees_one_token_more_or_less(implementation, off):
+    right = replace(make_world(PLAIN, [101] * 8, 15), lengths=np.full(8, 100, np.int32))
+    wrong = replace(right, lengths=right.lengths + np.array([0] * 7 + [off], np.int32))
+    with fails():
+        check(PLAIN, decode(PLAIN, implementation, wrong, 16), decode_wanted(PLAIN, right, 16))
+
+
+@every_implementation
+@pytest.mark.parametrize("off", [-1, 1])
+def test_the_prefill_check_fails_when_queries_sit_one_place_off(implementation, off):
+    lengths = np.array(prefill_lengths(PLAIN), np.int32)
+    right = replace(make_world(PLAIN, list(np.minimum(lengths + 1, 300)), 17), lengths=lengths)
+    shifted = lengths + np.array([0, 0, off, 0, 0, 0], np.int32)
+    with fails():
+        got = prefill(PLAIN, implementation, replace(right, lengths=shifted), QUERIES, 18)
+        check(PLAIN, got, prefill_wanted(PLAIN, right, QUERIES, 18))
+
+
+@every_implementation
+def test_poison_inside_a_row_reaches_that_row_and_no_other(implementation):
+    world = make_world(PLAIN, [0, 40, 50, 60, 0, 0, 0, 0], 19)
+    clean = np.asarray(decode(PLAIN, implementation, world, 20))
+    world.v_pool[world.tables[2, 1], :, 3] = np.nan
+    poisoned = np.asarray(decode(PLAIN, implementation, world, 20))
+    assert np.isnan(poisoned[2]).all()
+    others = [0, 1, 3, 4, 5, 6, 7]
+    np.testing.assert_array_equal(poisoned[others], clean[others])
