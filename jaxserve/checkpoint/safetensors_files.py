@@ -76,12 +76,14 @@ def _shards(directory: Path) -> dict[Path, set[str] | None]:
         # A plain name only: an index must not lead out of its directory.
         if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
             raise CheckpointError(
-                f"{index}: tensor {tensor} is said to be in {short(file)}, "
+                f"{index}: tensor {short(tensor)} is said to be in {short(file)}, "
                 "which is no file name in this directory"
             )
         path = directory / file
         if not path.is_file():
-            raise CheckpointError(f"{path}: shard is missing (the index puts {tensor} there)")
+            raise CheckpointError(
+                f"{path}: shard is missing (the index puts {short(tensor)} there)"
+            )
         shards.setdefault(path, set()).add(tensor)  # type: ignore[union-attr]
     return shards
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
+from jaxserve.checkpoint.values import short
 from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError
 
@@ -76,8 +77,8 @@ def check_tensors(expected: Shapes, found: Shapes, files: Mapping[str, str]) -> 
     for name, shape in found.items():
         if name not in expected:
             raise CheckpointError(
-                f"{files[name]}: tensor {name} {list(shape)} is not part of this architecture as "
-                "jaxserve computes it"
+                f"{files[name]}: tensor {short(name)} {list(shape)} is not part of this "
+                "architecture as jaxserve computes it"
             )
         if tuple(shape) != expected[name]:
             raise CheckpointError(

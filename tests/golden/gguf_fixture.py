@@ -57,11 +57,13 @@ def write_gguf(
     types: Quantise | None = None,
     metadata: Mapping[str, Any] | None = None,
     vocabulary: Mapping[str, Any] | None = None,
+    extra: Mapping[str, list[float]] | None = None,
 ) -> Path:
     """Write float32 Hugging Face ``tensors`` as llama.cpp would store them.
 
     ``types`` gives the storage of some tensors by Hugging Face name; ``metadata`` adds or replaces
-    keys; ``vocabulary`` is an entry of tokenizers.json.
+    keys; ``vocabulary`` is an entry of tokenizers.json; ``extra`` are float32 vectors under
+    llama.cpp's own names.
     """
     arch = "qwen2" if config["model_type"] == "qwen2" else "llama"
     writer = gguf.GGUFWriter(path, arch)
@@ -100,6 +102,8 @@ def write_gguf(
         kind = (types or {}).get(name, gguf.GGMLQuantizationType.F32)
         stored = gguf.quants.quantize(tensor, kind)
         writer.add_tensor(gguf_name(name), stored, raw_dtype=kind)
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, np.array(values, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
