@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jaxserve_kernels import paged_attention, paged_prefill, write_kv
+from jaxserve_kernels.tiling import decode_tile
 
 from jaxserve.config import AttentionBackend, ModelConfig
 from jaxserve.plan.batch import ArraySpec, kv_pool_spec
 
-__all__ = ["KVPool", "attend_decode", "attend_prefill", "kv_pool_specs", "write_kv"]
+__all__ = ["KVPool", "attend_decode", "attend_prefill", "decode_tile", "kv_pool_specs", "write_kv"]
 
 
 class KVPool(NamedTuple):

@@ -104,9 +104,7 @@ class Decoder(nnx.Module):
 class LlamaForCausalLM(nnx.Module):
     """A Llama-family causal language model; called with whole sequences, without a cache."""
 
-    def __init__(
-        self, config: ModelConfig, *, dtype: str | None = None, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: str | None = None, rngs: nnx.Rngs) -> None:
         real = jnp.dtype(dtype or config.dtype)
         self.config = config
         self.model = Decoder(config, real, rngs)

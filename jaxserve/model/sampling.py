@@ -77,9 +77,7 @@ def truncate(scaled_XV: jax.Array, sampling: SamplingRows) -> jax.Array:
         lambda: off,
     )
     floor_X = jnp.maximum(floor_X, top_k_X)
-    weights_XV = jnp.where(
-        keys_XV >= floor_X[:, None], jnp.exp(scaled_XV - best_X[:, None]), 0.0
-    )
+    weights_XV = jnp.where(keys_XV >= floor_X[:, None], jnp.exp(scaled_XV - best_X[:, None]), 0.0)
     top_p_X = jax.lax.cond(
         jnp.any(sampling.top_p_X < 1.0),
         lambda: jnp.where(

@@ -70,9 +70,7 @@ def forward(
     k, v = list(pool.k), list(pool.v)
     for i, layer in enumerate(params.layers):
         normed = rms_norm(x_TD, layer.attn_norm_D, config.rms_norm_eps)
-        out, k[i], v[i] = _attention(
-            config, layer, normed, k[i], v[i], table, slots_T, attend
-        )
+        out, k[i], v[i] = _attention(config, layer, normed, k[i], v[i], table, slots_T, attend)
         x_TD = x_TD + out
         x_TD = x_TD + _ffn(layer, rms_norm(x_TD, layer.ffn_norm_D, config.rms_norm_eps))
     return KVPool(tuple(k), tuple(v)), rms_norm(x_TD, params.final_norm_D, config.rms_norm_eps)

@@ -118,9 +118,7 @@ def prefill_step(
         ),
     )
     last_S = jnp.maximum(batch.cu_query_lens_S1[1:] - 1, 0)
-    tokens_S = sample(
-        logits(params, hidden_TD[last_S]), batch.sampling, batch.context_lens_S
-    )
+    tokens_S = sample(logits(params, hidden_TD[last_S]), batch.sampling, batch.context_lens_S)
 
     def insert(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[batch.rows_S].set(new, mode="drop")

@@ -161,9 +161,7 @@ def test_another_seed_or_position_draws_other_tokens(jitted_sample):
     by_seed = jitted_sample(
         logits, rows_of([{**setting, "seed": i} for i in range(64)]), jnp.zeros(64, jnp.int32)
     )
-    by_position = jitted_sample(
-        logits, rows_of([setting] * 64), jnp.arange(64, dtype=jnp.int32)
-    )
+    by_position = jitted_sample(logits, rows_of([setting] * 64), jnp.arange(64, dtype=jnp.int32))
     assert len(set(by_seed.tolist())) > 30
     assert len(set(by_position.tolist())) > 30
 

@@ -41,7 +41,9 @@ def shapes_of(config, backend, num_blocks=40, decode=(2, 4), prefill=(32,)):
     )
 
 
-@pytest.fixture(scope="module", params=[(c, b) for c in ("tiny", "full") for b in BACKENDS], ids=str)
+@pytest.fixture(
+    scope="module", params=[(c, b) for c in ("tiny", "full") for b in BACKENDS], ids=str
+)
 def built(request):
     """(module, shapes, executables) of one config and backend."""
     config, backend = {"tiny": TINY, "full": FULL}[request.param[0]], request.param[1]
@@ -50,9 +52,7 @@ def built(request):
 
 
 def pack(chunks, tokens=32):
-    return pack_prefill(
-        chunks, tokens=tokens, segments=ROWS, blocks_per_row=P, block_size=BLOCK
-    )
+    return pack_prefill(chunks, tokens=tokens, segments=ROWS, blocks_per_row=P, block_size=BLOCK)
 
 
 def test_chunked_packed_prefill_and_decode_equal_an_uncached_forward_pass(built):
@@ -67,7 +67,9 @@ def test_chunked_packed_prefill_and_decode_equal_an_uncached_forward_pass(built)
 
     none = 10**6
     prefill((a[:20], 0, blocks["a"], none), (b[:3], 0, blocks["b"], none))
-    first = prefill((b[3:], 3, blocks["b"], 1), (c, 0, blocks["c"], 0), (a[20:], 20, blocks["a"], 2))
+    first = prefill(
+        (b[3:], 3, blocks["b"], 1), (c, 0, blocks["c"], 0), (a[20:], 20, blocks["a"], 2)
+    )
     got = {"b": [int(first[0])], "c": [int(first[1])], "a": [int(first[2])]}
     order, lens = ["c", "b", "a"], {"a": 37, "b": 9, "c": 1}
     for _ in range(12):
