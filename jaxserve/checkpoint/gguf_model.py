@@ -97,6 +97,7 @@ def parse_gguf_config(file: GGUFFile) -> ModelConfig:
 
 def _check_features(values: Values, arch: str, head_dim: int) -> None:
     for key, neutral in (
+        ("split.count", 1),  # one file of several
         (f"{arch}.expert_count", 0),
         (f"{arch}.attention.value_length", head_dim),
         (f"{arch}.rope.dimension_count", head_dim),

@@ -75,9 +75,12 @@ def load_checkpoint(
 
 
 def _locate(name: str, *, weights: bool) -> Path:
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError) as error:  # no permission, too long, an unknown ~user
+        raise CheckpointError(f"{name}: {error}") from error
     if is_hub_id(name):
         return fetch_from_hub(name, weights=weights)
     raise CheckpointError(

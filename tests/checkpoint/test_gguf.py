@@ -190,6 +190,7 @@ def test_rope_scaling_metadata_is_read(tmp_path, metadata, scaling):
     [
         ({"general.architecture": "gemma"}, "'gemma'.*llama, qwen2"),
         ({"llama.expert_count": 8}, "expert_count=8"),
+        ({"split.count": 3}, r"split\.count=3"),
         ({"llama.rope.dimension_count": 16}, "dimension_count=16"),
         ({"llama.attention.value_length": 16}, "value_length=16"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope.*yarn"),

@@ -72,7 +72,9 @@ def test_a_load_format_that_does_not_fit_names_the_one_that_does(tmp_path, load_
         load_checkpoint(str(wrong), load_format=load_format)
 
 
-@pytest.mark.parametrize("name", ["no/such/path", "missing", "/no/where", "a b/c", ""])
+@pytest.mark.parametrize(
+    "name", ["no/such/path", "missing", "/no/where", "a b/c", "x" * 5000, "~nobody-here/x", ""]
+)
 def test_a_name_that_is_nothing_is_one_line(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name == "":
