@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,8 @@ from starlette.types import ASGIApp
 from jaxserve.config import SamplingParams
 from jaxserve.errors import EngineError, InvalidRequest, RequestRefused, UnknownModel
 from jaxserve.serve import http
-from jaxserve.serve.async_engine import RequestStream
-from jaxserve.serve.generation import EngineClient, TextDelta, merged, text_deltas
+from jaxserve.serve.calls import Call
+from jaxserve.serve.generation import EngineClient
 from jaxserve.serve.metrics import CONTENT_TYPE, Metrics
 from jaxserve.serve.protocol import (
     ChatRequest,
@@ -32,16 +31,7 @@ from jaxserve.serve.protocol import (
     TokenizeRequest,
     parse_request,
 )
-from jaxserve.serve.responses import (
-    DONE,
-    Answer,
-    ChatAnswer,
-    Choice,
-    CompletionAnswer,
-    error_body,
-    event,
-    usage,
-)
+from jaxserve.serve.responses import Answer, ChatAnswer, CompletionAnswer, error_body
 from jaxserve.serve.text import Text
 
 _BODIES: Mapping[str, type[BaseModel]] = {
@@ -69,25 +59,6 @@ class AppParts:
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 2**20
     wall_clock: Callable[[], float] = time.time
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Accepted requests of one call, one choice each, and how to answer."""
-
-    streams: dict[int, RequestStream]
-    prompts: Sequence[Sequence[int]]
-    params: SamplingParams
-    arrived: float
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-    def close(self) -> None:
-        """Aborts what has not ended."""
-        for stream in self.streams.values():
-            stream.close()
 
 
 def create_app(parts: AppParts) -> ASGIApp:
@@ -255,85 +226,31 @@ class _Routes:
     async def _answer(
         self,
         request: Request,
-        call: CompletionRequest | ChatRequest,
+        asked: CompletionRequest | ChatRequest,
         answer: Answer,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         arrived: float,
     ) -> Response:
         """Runs a call: what the engine refuses is raised before a stream starts."""
-        work = _Work({}, prompts, params, arrived)
-        try:
-            await self._add(work)
-            if not call.stream:
-                return await http.until_disconnect(request.receive, self._whole(work, answer))
-        except BaseException:
-            work.close()
-            raise
-        return http.EventStream(self._events(work, answer, call.include_usage), work.close)
-
-    async def _add(self, work: _Work) -> None:
-        """Hands all prompts to the engine at once; raises the first refusal."""
-
-        async def add(index: int, prompt: Sequence[int]) -> None:
-            engine = self._parts.engine
-            stream = await engine.add_request(uuid.uuid4().hex, prompt, work.params)
-            work.streams[index] = stream
-
-        adds = [add(index, prompt) for index, prompt in enumerate(work.prompts)]
-        for outcome in await asyncio.gather(*adds, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-
-    async def _whole(self, work: _Work, answer: Answer) -> Response:
-        texts: list[list[str]] = [[] for _ in work.prompts]
-        ends: dict[int, tuple[str, int]] = {}
-        async with self._deltas(work) as deltas:
-            async for delta in deltas:
-                texts[delta.index].append(delta.text)
-                if delta.finish_reason is not None:
-                    ends[delta.index] = delta.finish_reason, delta.num_output_tokens
-        choices = [Choice("".join(pieces), *ends[index]) for index, pieces in enumerate(texts)]
-        num_output = sum(choice.num_output_tokens for choice in choices)
-        return JSONResponse(answer.whole(choices, usage(work.num_prompt_tokens, num_output)))
-
-    async def _events(
-        self, work: _Work, answer: Answer, include_usage: bool
-    ) -> AsyncGenerator[bytes, None]:
-        num_output = [0] * len(work.prompts)
-        try:
-            async with self._deltas(work) as deltas:
-                for index in range(len(work.prompts)):
-                    if first := answer.first(index):
-                        yield first
-                async for delta in deltas:
-                    num_output[delta.index] = delta.num_output_tokens
-                    if delta.text:
-                        yield answer.text(delta.index, delta.text)
-                    if delta.finish_reason is not None:
-                        yield answer.finish(delta.index, delta.finish_reason)
-            if include_usage:
-                yield answer.usage(usage(work.num_prompt_tokens, sum(num_output)))
-        except (RequestRefused, EngineError) as error:
-            yield event(http.refusal_body(error))
-        yield DONE
-
-    def _deltas(self, work: _Work) -> contextlib.aclosing[AsyncGenerator[TextDelta, None]]:
-        """The deltas of all choices; leaving ends what still runs."""
         parts = self._parts
-        return contextlib.aclosing(
-            merged(
-                [
-                    text_deltas(
-                        index,
-                        work.streams[index],
-                        parts.text.detokenizer(prompt, work.params),
-                        parts.metrics.request(work.arrived),
-                    )
-                    for index, prompt in enumerate(work.prompts)
-                ]
-            )
+        call = Call(
+            engine=parts.engine,
+            text=parts.text,
+            metrics=parts.metrics,
+            answer=answer,
+            prompts=prompts,
+            params=params,
+            arrived=arrived,
         )
+        try:
+            await call.start()
+            if not asked.stream:
+                return JSONResponse(await http.until_disconnect(request.receive, call.whole()))
+        except BaseException:
+            call.close()
+            raise
+        return http.EventStream(call.events(asked.include_usage), call.close)
 
 
 def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:

@@ -11,11 +11,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol
 
 from jaxserve.config import SamplingParams
 from jaxserve.errors import EngineDead, NotReady, QueueFull, RequestRefused
 from jaxserve.sched.outputs import EngineStats, RequestUpdate
+from jaxserve.serve.streams import Accepted, Item, RequestStream
 
 _IDLE_TICK_S = 0.5
 
@@ -31,66 +32,6 @@ class Engine(Protocol):
     def has_unfinished_requests(self) -> bool: ...
     def audit(self) -> None: ...
     def stats(self) -> EngineStats: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Accepted:
-    """The engine took the request."""
-
-
-_Item = _Accepted | RequestUpdate | Exception
-
-
-class RequestStream:
-    """The updates of one request, in order, ending after the one with a finish_reason.
-
-    Iterating raises EngineDead when the engine ends first. Closing it early, also by leaving its
-    ``async with`` block, aborts the request in the engine.
-    """
-
-    def __init__(self, engine: AsyncEngine, request_id: str) -> None:
-        self.request_id = request_id
-        self.loop = asyncio.get_running_loop()
-        self._engine = engine
-        self._items: asyncio.Queue[_Item] = asyncio.Queue()
-        self._ended = False
-
-    def put(self, item: _Item) -> None:
-        """Called on ``loop`` by the bridge."""
-        self._items.put_nowait(item)
-
-    async def accepted(self) -> None:
-        """Returns once the engine took the request, raises what it raised instead."""
-        item = await self._items.get()
-        if isinstance(item, Exception):
-            self._ended = True
-            raise item
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestUpdate:
-        if self._ended:
-            raise StopAsyncIteration
-        item = await self._items.get()
-        if isinstance(item, Exception):
-            self._ended = True
-            raise item
-        assert isinstance(item, RequestUpdate)
-        self._ended = item.finish_reason is not None
-        return item
-
-    def close(self) -> None:
-        """Aborts the request unless it has ended. May be called again."""
-        if not self._ended:
-            self._ended = True
-            self._engine.abort(self.request_id)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +103,7 @@ class AsyncEngine:
         ``request_id`` must be new. Raises what Engine.add_request raises, QueueFull, NotReady
         while stopping, EngineDead.
         """
-        stream = RequestStream(self, request_id)
+        stream = RequestStream(request_id, self.abort)
         with self._gate:
             if self._error is not None:
                 raise _dead(self._error)
@@ -252,7 +193,7 @@ class AsyncEngine:
             self._finished.set_result(None)
 
     def _turn(self) -> None:
-        posts: list[tuple[RequestStream, _Item]] = []
+        posts: list[tuple[RequestStream, Item]] = []
         ended: list[RequestUpdate] = []
         for update in self._engine.step():
             stream = self._streams.get(update.request_id)
@@ -269,7 +210,7 @@ class AsyncEngine:
             self._engine.audit()
 
     def _drain_inbox(self, *, block: bool) -> None:
-        posts: list[tuple[RequestStream, _Item]] = []
+        posts: list[tuple[RequestStream, Item]] = []
         changed = False
         with contextlib.suppress(queue.Empty):
             message = self._inbox.get(timeout=_IDLE_TICK_S) if block else self._inbox.get_nowait()
@@ -287,7 +228,7 @@ class AsyncEngine:
         if changed:
             self._stats = self._engine.stats()
 
-    def _add(self, message: _Add) -> _Item:
+    def _add(self, message: _Add) -> Item:
         request_id = message.stream.request_id
         self._streams[request_id] = message.stream
         try:
@@ -295,16 +236,16 @@ class AsyncEngine:
         except RequestRefused as refusal:
             self._forget(request_id)
             return refusal
-        return _Accepted()
+        return Accepted()
 
     def _forget(self, request_id: str) -> None:
         if self._streams.pop(request_id, None) is not None:
             with self._gate:
                 self._open -= 1
 
-    def _post(self, posts: list[tuple[RequestStream, _Item]]) -> None:
+    def _post(self, posts: list[tuple[RequestStream, Item]]) -> None:
         """Hands items over with one call per event loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, _Item]]]
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, Item]]]
         by_loop = defaultdict(list)
         for stream, item in posts:
             by_loop[stream.loop].append((stream, item))
@@ -322,7 +263,7 @@ class AsyncEngine:
             self._draining = True
             self._error = error
         reason = NotReady("the server is stopping") if error is None else _dead(error)
-        posts: list[tuple[RequestStream, _Item]] = []
+        posts: list[tuple[RequestStream, Item]] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 message = self._inbox.get_nowait()
@@ -333,7 +274,7 @@ class AsyncEngine:
         self._post(posts)
 
 
-def _deliver(items: list[tuple[RequestStream, _Item]]) -> None:
+def _deliver(items: list[tuple[RequestStream, Item]]) -> None:
     for stream, item in items:
         stream.put(item)
 

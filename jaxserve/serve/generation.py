@@ -11,9 +11,9 @@ from typing import Literal, Protocol
 from jaxserve.config import SamplingParams
 from jaxserve.errors import NotReady
 from jaxserve.sched.outputs import EngineStats
-from jaxserve.serve.async_engine import RequestStream
 from jaxserve.serve.detokenize import Detokenizer
 from jaxserve.serve.metrics import RequestMetrics
+from jaxserve.serve.streams import RequestStream
 
 
 class EngineClient(Protocol):
