@@ -13,7 +13,7 @@ from jaxserve.checkpoint.gguf_tokenizer import load_gguf_tokenizer
 from jaxserve.checkpoint.hf_config import parse_hf_config
 from jaxserve.checkpoint.hub import fetch_from_hub, is_hub_id
 from jaxserve.checkpoint.safetensors_files import SafetensorsTensors
-from jaxserve.checkpoint.tensors import DummyTensors, TensorSource
+from jaxserve.checkpoint.tensors import TensorSource
 from jaxserve.checkpoint.tokenizer import TokenizerBundle, load_hf_tokenizer
 from jaxserve.checkpoint.values import load_json
 from jaxserve.config import ModelConfig
@@ -25,12 +25,16 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A model on disk. ``name`` is what it is served as; ``tokenizer`` None: there is none."""
+    """A model on disk. ``name`` is what it is served as.
+
+    ``tokenizer`` None: there is none. ``tensors`` None: only the config is wanted, and the weights
+    are drawn on the device by the model's initialisers.
+    """
 
     name: str
     config: ModelConfig
     tokenizer: TokenizerBundle | None
-    tensors: TensorSource
+    tensors: TensorSource | None
 
 
 def load_checkpoint(
@@ -38,7 +42,6 @@ def load_checkpoint(
     *,
     load_format: LoadFormat = "auto",
     tokenizer: str | None = None,
-    seed: int = 0,
     cache_dir: Path | None = None,
     progress: Progress = no_progress,
 ) -> Checkpoint:
@@ -46,7 +49,7 @@ def load_checkpoint(
 
     ``name_or_path``: a Hugging Face directory, a GGUF file, a hub id, or None for the demo model,
     which is fetched once into ``cache_dir`` (None: the user's cache) while ``progress`` is told.
-    ``load_format`` "dummy" draws random weights from ``seed`` and needs a config only.
+    ``load_format`` "dummy" needs a config only and gives no tensors.
     ``tokenizer`` names another directory, GGUF file or hub id to take the tokenizer from.
     Raises CheckpointError or ConfigError, one line each.
     """
@@ -59,14 +62,14 @@ def load_checkpoint(
         path = path.parent
     _check_format(path, name, load_format)
 
-    tensors: TensorSource
+    tensors: TensorSource | None
     if path.is_file():
         file = GGUFFile(path)
         config = parse_gguf_config(file)
-        tensors = DummyTensors(config, seed) if dummy else GGUFTensors(file, config)
+        tensors = None if dummy else GGUFTensors(file, config)
     else:
         config = _directory_config(path)
-        tensors = DummyTensors(config, seed) if dummy else SafetensorsTensors(path, config)
+        tensors = None if dummy else SafetensorsTensors(path, config)
     if tokenizer is None:
         bundle = load_gguf_tokenizer(file) if path.is_file() else load_hf_tokenizer(path)
     else:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from typing import Protocol
 
-import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.values import short
@@ -14,12 +12,6 @@ from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
 
 
 class TensorSource(Protocol):
@@ -85,29 +77,3 @@ def check_tensors(expected: Shapes, found: Shapes, files: Mapping[str, str]) -> 
                 f"{files[name]}: tensor {name} has shape {list(shape)}, the config wants "
                 f"{list(expected[name])}"
             )
-
-
-class DummyTensors:
-    """Random tensors of the right shapes, the same for the same seed.
-
-    Matrices are uniform with variance 1 / fan-in, so activations and logits stay of order one at
-    any size; norms are 1, biases 0.
-    """
-
-    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
-        self.shapes: Shapes = expected_shapes(config)
-        self._dtype = DTYPES[config.dtype]
-        self._seed = seed
-
-    def get(self, name: str) -> np.ndarray:
-        """The tensor in the config's dtype."""
-        shape = self.shapes[name]
-        if name.endswith("norm.weight"):
-            return np.ones(shape, self._dtype)
-        if name.endswith(".bias"):
-            return np.zeros(shape, self._dtype)
-        rng = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
-        values = rng.random(shape, np.float32)
-        values -= np.float32(0.5)
-        values *= np.float32((12.0 / shape[-1]) ** 0.5)
-        return values.astype(self._dtype)

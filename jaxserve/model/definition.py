@@ -6,6 +6,8 @@ engine never runs this module: ``params_of`` turns it into the fused pytree the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -130,7 +132,7 @@ def params_of(module: LlamaForCausalLM) -> Params:
 
     def get(name: str) -> jax.Array:
         *path, leaf = name.split(".")
-        node = module
+        node: Any = module
         for step in path:
             node = node[int(step)] if step.isdigit() else getattr(node, step)
         for attribute in _LEAVES[leaf]:

@@ -131,5 +131,5 @@ def prefill_batch_specs(tokens: int, segments: int, blocks_per_row: int) -> Pref
 def kv_pool_spec(
     num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: str
 ) -> ArraySpec:
-    """Spec of one layer's K (or V) array, [C, K, Z, H]: one head's tile of a block is contiguous."""
+    """Spec of one layer's K (or V) array, [C, K, Z, H]: a head's part of a block is contiguous."""
     return ArraySpec((num_blocks, num_kv_heads, block_size, head_dim), dtype)

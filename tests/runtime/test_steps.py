@@ -1,6 +1,8 @@
 """The jitted steps: against an uncached forward pass, in place, and never off their shapes."""
 
 import re
+from dataclasses import replace
+from functools import partial
 
 import chex
 import jax
@@ -10,6 +12,7 @@ import pytest
 
 from jaxserve.errors import NoExecutable
 from jaxserve.model.definition import params_of
+from jaxserve.model.params import param_specs
 from jaxserve.plan.batch import DecodeState
 from jaxserve.plan.buckets import DecodeShape
 from jaxserve.runtime.executables import (
@@ -19,15 +22,14 @@ from jaxserve.runtime.executables import (
     zeros,
 )
 from jaxserve.runtime.runner import ModelRunner
-from jaxserve.runtime.steps import permute_rows
+from jaxserve.runtime.steps import decode_step, permute_rows
 from tests.models import FULL, TINY, greedy_by_full_forward, module_of, pack_prefill
 
 BLOCK, WIDTH, ROWS = 8, 64, 4
 P = WIDTH // BLOCK
-BACKENDS = ["rectangle", "streamed"]
 
 
-def shapes_of(config, backend, num_blocks=40, decode=(2, 4), prefill=(32,)):
+def shapes_of(config, backend, num_blocks=40, decode=(4,), prefill=(32,)):
     return StepShapes(
         model=config,
         dtype="float32",
@@ -94,7 +96,7 @@ def test_a_permuted_row_goes_on_where_it_was_and_an_emptied_one_stays_empty(buil
         pack([(p, 0, b, r) for r, (p, b) in enumerate(zip(prompts, blocks, strict=True))])
     ).read()
     runner.permute_rows(np.asarray([2, 0, -1, -1], np.int32))
-    tokens = runner.decode(DecodeShape(2, WIDTH), np.zeros(2, np.int32)).read()
+    tokens = runner.decode(DecodeShape(4, WIDTH), np.zeros(4, np.int32)).read()
     assert [int(first[2]), int(tokens[0])] == greedy_by_full_forward(module, prompts[2], 2)
     assert [int(first[0]), int(tokens[1])] == greedy_by_full_forward(module, prompts[0], 2)
     assert runner.context_lens().tolist() == [5, 4, 0, 0]
@@ -125,52 +127,44 @@ def test_permute_rows_moves_every_leaf_of_the_state():
         assert not np.asarray(new[3]).any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_step_copies_the_pool(backend):
+def test_no_step_copies_the_pool(built):
     """Every pool byte is aliased, workspace ignores the pool's size, no copy of its shape."""
-
-    def measured(num_blocks):
-        shapes = shapes_of(TINY, backend, num_blocks=num_blocks, decode=(4,))
-        executables = compile_executables(shapes, workers=2)
-        pool_bytes = sum(s.nbytes for half in shapes.pool_specs() for s in half)
-        steps = [*executables.decode.values(), *executables.prefill.values()]
-        for step in steps:
-            stats = step.compiled.memory_analysis()
-            state_bytes = sum(s.nbytes for s in jax.tree.leaves(shapes.state_specs()))
-            assert stats.alias_size_in_bytes == pool_bytes + state_bytes, step.name
-            layer = f"f32[{num_blocks},{TINY.num_kv_heads},{BLOCK},{TINY.head_dim}]"
-            copies = re.findall(rf"= {re.escape(layer)}\S* copy\(", step.compiled.as_text())
-            assert not copies, step.name
-        return [step.temp_bytes for step in steps]
-
-    small, large = measured(40), measured(4000)
-    assert small == large
+    _, shapes, small = built
+    many = replace(shapes, num_blocks=100 * shapes.num_blocks)
+    large = compile_executables(many, workers=2)
+    assert [step.temp_bytes for step in small.all] == [step.temp_bytes for step in large.all]
+    state_bytes = sum(s.nbytes for s in jax.tree.leaves(shapes.state_specs()))
+    pool_bytes = sum(s.nbytes for half in many.pool_specs() for s in half)
+    c = shapes.model
+    layer = f"f32[{many.num_blocks},{c.num_kv_heads},{BLOCK},{c.head_dim}]"
+    for step in (*large.decode.values(), *large.prefill.values()):
+        text = step.compiled.as_text()
+        assert layer in text, "the pattern below would match nothing"
+        assert not re.findall(rf"= {re.escape(layer)}\S* copy\(", text), step.name
+        aliased = step.compiled.memory_analysis().alias_size_in_bytes
+        assert aliased == pool_bytes + state_bytes, step.name
 
 
-def test_an_undonated_pool_would_be_seen_as_a_copy():
+def test_an_undonated_pool_would_be_seen_as_a_copy(built):
     """The trap for the test above: without donation nothing is aliased."""
-    from jaxserve.runtime.steps import decode_step
-
-    shapes = shapes_of(TINY, "rectangle")
-    from functools import partial
-
-    from jaxserve.model.params import param_specs
-
-    step = jax.jit(
-        partial(
-            decode_step,
-            config=TINY,
-            backend="rectangle",
-            shape=shapes.decode[0],
-            block_size=BLOCK,
-        )
+    _, shapes, _ = built
+    step = partial(
+        decode_step,
+        config=shapes.model,
+        backend=shapes.backend,
+        shape=shapes.decode[0],
+        block_size=BLOCK,
     )
-    compiled = step.lower(
-        param_specs(TINY, "float32"),
-        shape_structs(shapes.pool_specs()),
-        shape_structs(shapes.state_specs()),
-        jax.ShapeDtypeStruct((2,), jnp.int32),
-    ).compile()
+    compiled = (
+        jax.jit(step)
+        .lower(
+            param_specs(shapes.model, "float32"),
+            shape_structs(shapes.pool_specs()),
+            shape_structs(shapes.state_specs()),
+            jax.ShapeDtypeStruct((ROWS,), jnp.int32),
+        )
+        .compile()
+    )
     assert compiled.memory_analysis().alias_size_in_bytes == 0
 
 
