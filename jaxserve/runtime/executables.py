@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -28,10 +29,10 @@ from jaxserve.plan.buckets import DecodeShape
 from jaxserve.runtime.steps import jit_decode, jit_permute, jit_prefill
 
 
-def shape_structs(tree: Any) -> Any:
-    """A pytree of ArraySpec as ShapeDtypeStruct."""
+def shape_structs(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+    """A pytree of ArraySpec (or ShapeDtypeStruct) as ShapeDtypeStruct placed by ``sharding``."""
     return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype)),
+        lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype), sharding=sharding),
         tree,
         is_leaf=lambda x: isinstance(x, ArraySpec),
     )
@@ -118,13 +119,18 @@ class Executables:
         return max(b.temp_bytes for b in self.all)
 
 
-def _lowerings(shapes: StepShapes) -> dict[Any, tuple[str, Callable[[], jax.stages.Lowered]]]:
-    """Key -> (name, a call that traces and lowers it); no array is touched."""
-    platform = jax.default_backend()
-    params = param_specs(shapes.model, shapes.dtype)
-    pool = shape_structs(shapes.pool_specs())
-    state = shape_structs(shapes.state_specs())
-    sources = shape_structs(permutation_spec(shapes.max_num_seqs))
+def lowerings(
+    shapes: StepShapes, platform: str, sharding: jax.sharding.Sharding | None = None
+) -> dict[Any, tuple[str, Callable[[], jax.stages.Lowered]]]:
+    """Key -> (name, a call that traces and lowers it for ``platform``); no array is touched.
+
+    ``sharding`` places every argument; None: on the default device.
+    """
+    structs = partial(shape_structs, sharding=sharding)
+    params = structs(param_specs(shapes.model, shapes.dtype))
+    pool = structs(shapes.pool_specs())
+    state = structs(shapes.state_specs())
+    sources = structs(permutation_spec(shapes.max_num_seqs))
     jobs: dict[Any, tuple[str, Callable[[], jax.stages.Lowered]]] = {
         "permute": (
             "permute",
@@ -133,16 +139,14 @@ def _lowerings(shapes: StepShapes) -> dict[Any, tuple[str, Callable[[], jax.stag
     }
     for shape in shapes.decode:
         bound = jit_decode(shapes.model, shapes.backend, shape, shapes.block_size, platform)
-        blocks = shape_structs(new_blocks_spec(shape.rows))
+        blocks = structs(new_blocks_spec(shape.rows))
         jobs[shape] = (
             f"decode {shape.rows}x{shape.width}",
             lambda b=bound, n=blocks: b.lower(params, pool, state, n),
         )
     for tokens in shapes.prefill_tokens:
         bound = jit_prefill(shapes.model, shapes.backend, platform)
-        batch = shape_structs(
-            prefill_batch_specs(tokens, shapes.max_num_seqs, shapes.blocks_per_row)
-        )
+        batch = structs(prefill_batch_specs(tokens, shapes.max_num_seqs, shapes.blocks_per_row))
         jobs[tokens] = (
             f"prefill {tokens}",
             lambda b=bound, x=batch: b.lower(params, pool, state, x),
@@ -171,7 +175,7 @@ def compile_executables(
 
     ``progress(built, done, total)`` is called as each one is ready.
     """
-    jobs = _lowerings(shapes)
+    jobs = lowerings(shapes, jax.default_backend())
     built: dict[Any, Built] = {}
     with ThreadPoolExecutor(max_workers=workers) as threads:
         pending = {threads.submit(_build, *job): key for key, job in jobs.items()}
