@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxserve_kernels import paged_attention, paged_prefill, reference
+from jaxserve_kernels import paged_attention, paged_prefill, reference, tiling
 
 IMPLEMENTATIONS = ("rectangle", "streamed_xla")
 
@@ -122,7 +122,8 @@ def make_world(case: Case, lengths: list[int], seed: int) -> World:
 def edge_lengths(case: Case) -> list[int]:
     """None, one, both sides of a block, of a tile, and of the table."""
     Z, full = case.block_size, case.width * case.block_size
-    return [min(n, full) for n in (full, 0, 1, Z - 1, Z, Z + 1, 129, full - 3)]
+    tile = tiling.decode_tile(Z, case.width)
+    return [full, 0, 1, Z - 1, Z, Z + 1, tile + 1, full - 3]
 
 
 def packing(queries: list[int]) -> np.ndarray:
