@@ -26,8 +26,9 @@ from jaxserve.plan.pool import DeviceMemory, KVPoolPlan, kv_bytes_per_block, pla
 from jaxserve.plan.price import weight_bytes
 from jaxserve.plan.report import boot_info, boot_lines
 from jaxserve.plan.units import MIB, format_bytes
+from jaxserve.runtime.compiler import compile_executables
 from jaxserve.runtime.engine import Engine
-from jaxserve.runtime.executables import Built, Executables, StepShapes, compile_executables
+from jaxserve.runtime.executables import Built, Executables, StepShapes
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.serve.app import AppParts, create_app
 from jaxserve.serve.async_engine import AsyncEngine
@@ -59,7 +60,7 @@ class BootedEngine:
 
     def info(self) -> dict[str, Any]:
         """The boot decision as /health publishes it."""
-        return boot_info(self.pool, self.capture, self.executables.decode.keys()) | {
+        return boot_info(self.pool, self.capture, self.executables.decode) | {
             "attention_backend": self.config.attention_backend,
             "dtype": self.config.dtype,
             "workspace_bytes": self.executables.temp_bytes,

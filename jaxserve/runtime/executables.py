@@ -1,14 +1,13 @@
-"""Lower every step from specs, compile ahead of time, look up by shape and never compile later."""
+"""Every step lowered from specs, and the compiled ones looked up by shape."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +48,10 @@ def zeros(tree: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShapes:
-    """Everything that fixes the programs: the model, the pool, the rows and the bucket lists."""
+    """Everything that fixes the programs: the model, the pool, the rows and the bucket lists.
+
+    ``persist_inputs``: the decode state is donated, so it stays where it is.
+    """
 
     model: ModelConfig
     dtype: str
@@ -60,6 +62,7 @@ class StepShapes:
     max_num_seqs: int
     decode: tuple[DecodeShape, ...]
     prefill_tokens: tuple[int, ...]
+    persist_inputs: bool = True
 
     def pool_specs(self) -> KVPool:
         """``KVPool`` of ArraySpec."""
@@ -72,89 +75,156 @@ class StepShapes:
 
 @dataclass(frozen=True)
 class Built:
-    """One compiled executable and what it cost: seconds, and bytes of temporary workspace."""
+    """One compiled executable: what it cost this process in seconds, and its workspace in bytes.
+
+    ``cache`` says where it came from: "hit", "miss: " and why, or "off".
+    """
 
     name: str
     compiled: jax.stages.Compiled
     trace_s: float
     compile_s: float
     temp_bytes: int
+    load_s: float = 0.0
+    cache: str = "off"
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.trace_s + self.compile_s + self.load_s
 
 
-@dataclass(frozen=True)
+PERMUTE: Literal["permute"] = "permute"
+Key = Literal["permute"] | DecodeShape | int
+"""Names an executable: the row permutation, a decode shape, or a prefill's token bucket."""
+
+Lower = Callable[[], jax.stages.Lowered]
+Recorder = Callable[[str, Lower], Built]
+"""Makes one executable from its name and a call that traces and lowers it."""
+
+
 class Executables:
-    """The whole list, looked up by shape; an absent shape raises NoExecutable."""
+    """The planned list by shape, and what was compiled after it.
 
-    permute: Built
-    decode: Mapping[DecodeShape, Built]
-    prefill: Mapping[int, Built]
+    A shape that is absent is compiled by ``compile_late``, once, or raises NoExecutable where that
+    is None.
+    """
+
+    def __init__(
+        self, planned: Mapping[Key, Built], compile_late: Callable[[Key], Built] | None = None
+    ) -> None:
+        self.planned = MappingProxyType(dict(planned))
+        self.decode: Mapping[DecodeShape, Built] = MappingProxyType(
+            {k: b for k, b in planned.items() if isinstance(k, DecodeShape)}
+        )
+        self.prefill: Mapping[int, Built] = MappingProxyType(
+            {k: b for k, b in planned.items() if isinstance(k, int)}
+        )
+        self._compile_late = compile_late
+        self._late: dict[Key, Built] = {}
+
+    @property
+    def late(self) -> Mapping[Key, Built]:
+        """What was compiled after the list, in that order."""
+        return MappingProxyType(self._late)
+
+    def permute_for(self) -> jax.stages.Compiled:
+        """The executable that permutes rows."""
+        return self._find(PERMUTE)
 
     def decode_for(self, shape: DecodeShape) -> jax.stages.Compiled:
         """The decode executable of exactly ``shape``."""
-        try:
-            return self.decode[shape].compiled
-        except KeyError:
-            raise NoExecutable(
-                f"decode of {shape.rows} rows x {shape.width} tokens was not compiled; "
-                f"there are {[tuple(s) for s in self.decode]}"
-            ) from None
+        return self._find(shape)
 
     def prefill_for(self, tokens: int) -> jax.stages.Compiled:
         """The prefill executable of exactly ``tokens`` tokens."""
-        try:
-            return self.prefill[tokens].compiled
-        except KeyError:
-            raise NoExecutable(
-                f"prefill of {tokens} tokens was not compiled; there are {list(self.prefill)}"
-            ) from None
+        return self._find(tokens)
+
+    def serving_shape(self, shape: DecodeShape) -> DecodeShape:
+        """``shape`` if it is there, else the smallest that covers it, else ``shape`` itself.
+
+        Outside the list nothing planned covers it, only what was compiled late: some padding costs
+        a client less than a compile.
+        """
+        if shape in self.decode or shape in self._late:
+            return shape
+        covers = (
+            s
+            for s in (*self.decode, *self._late)
+            if isinstance(s, DecodeShape) and s.rows >= shape.rows and s.width >= shape.width
+        )
+        return min(covers, key=lambda s: s.cells, default=shape)
 
     @property
     def all(self) -> tuple[Built, ...]:
-        """Every executable, in the order of the list."""
-        return (self.permute, *self.decode.values(), *self.prefill.values())
+        """Every planned executable, in the order of the list."""
+        return tuple(self.planned.values())
 
     @property
     def temp_bytes(self) -> int:
         """Workspace of the largest member: they run one at a time and share one allocator."""
-        return max(b.temp_bytes for b in self.all)
+        return max((b.temp_bytes for b in (*self.all, *self._late.values())), default=0)
+
+    def _find(self, key: Key) -> jax.stages.Compiled:
+        built = self.planned.get(key) or self._late.get(key)
+        if built is None:
+            if self._compile_late is None:
+                raise NoExecutable(
+                    f"{key_name(key)} was not compiled; there are "
+                    f"{', '.join(b.name for b in self.all)}"
+                )
+            built = self._late[key] = self._compile_late(key)
+        return built.compiled
+
+
+def key_name(key: Key) -> str:
+    """A key as people read it."""
+    if isinstance(key, DecodeShape):
+        return f"decode {key.rows}x{key.width}"
+    return f"prefill {key}" if isinstance(key, int) else key
+
+
+def planned_keys(shapes: StepShapes) -> tuple[Key, ...]:
+    """The list, in order."""
+    return (PERMUTE, *shapes.decode, *shapes.prefill_tokens)
 
 
 def lowerings(
     shapes: StepShapes, platform: str, sharding: jax.sharding.Sharding | None = None
-) -> dict[Any, tuple[str, Callable[[], jax.stages.Lowered]]]:
+) -> dict[Key, tuple[str, Lower]]:
     """Key -> (name, a call that traces and lowers it for ``platform``); no array is touched.
 
     ``sharding`` places every argument; None: on the default device.
     """
+    return {
+        key: (key_name(key), partial(lower_step, shapes, key, platform, sharding))
+        for key in planned_keys(shapes)
+    }
+
+
+def lower_step(
+    shapes: StepShapes, key: Key, platform: str, sharding: jax.sharding.Sharding | None = None
+) -> jax.stages.Lowered:
+    """Trace and lower one step from specs."""
     structs = partial(shape_structs, sharding=sharding)
+    state = structs(shapes.state_specs())
+    if key == PERMUTE:
+        sources = structs(permutation_spec(shapes.max_num_seqs))
+        return jit_permute(persist_inputs=shapes.persist_inputs).lower(state, sources)
     params = structs(param_specs(shapes.model, shapes.dtype))
     pool = structs(shapes.pool_specs())
-    state = structs(shapes.state_specs())
-    sources = structs(permutation_spec(shapes.max_num_seqs))
-    jobs: dict[Any, tuple[str, Callable[[], jax.stages.Lowered]]] = {
-        "permute": (
-            "permute",
-            lambda: jit_permute().lower(state, sources),
-        )
-    }
-    for shape in shapes.decode:
-        bound = jit_decode(shapes.model, shapes.backend, shape, shapes.block_size, platform)
-        blocks = structs(new_blocks_spec(shape.rows))
-        jobs[shape] = (
-            f"decode {shape.rows}x{shape.width}",
-            lambda b=bound, n=blocks: b.lower(params, pool, state, n),
-        )
-    for tokens in shapes.prefill_tokens:
-        bound = jit_prefill(shapes.model, shapes.backend, platform)
-        batch = structs(prefill_batch_specs(tokens, shapes.max_num_seqs, shapes.blocks_per_row))
-        jobs[tokens] = (
-            f"prefill {tokens}",
-            lambda b=bound, x=batch: b.lower(params, pool, state, x),
-        )
-    return jobs
+    model, backend, persist = shapes.model, shapes.backend, shapes.persist_inputs
+    if isinstance(key, DecodeShape):
+        step = jit_decode(model, backend, key, shapes.block_size, platform, persist_inputs=persist)
+        sent = new_blocks_spec(key.rows)
+    else:
+        step = jit_prefill(model, backend, platform, persist_inputs=persist)
+        sent = prefill_batch_specs(key, shapes.max_num_seqs, shapes.blocks_per_row)
+    return step.lower(params, pool, state, structs(sent))
 
 
-def _build(name: str, lower: Callable[[], jax.stages.Lowered]) -> Built:
+def record(name: str, lower: Lower) -> Built:
+    """Trace, lower and compile."""
     start = time.perf_counter()
     lowered = lower()
     lowered_at = time.perf_counter()
@@ -163,27 +233,3 @@ def _build(name: str, lower: Callable[[], jax.stages.Lowered]) -> Built:
     memory = compiled.memory_analysis()
     temp = int(memory.temp_size_in_bytes) if memory is not None else 0
     return Built(name, compiled, lowered_at - start, done - lowered_at, temp)
-
-
-def compile_executables(
-    shapes: StepShapes,
-    *,
-    workers: int = 1,
-    progress: Callable[[Built, int, int], None] = lambda built, done, total: None,
-) -> Executables:
-    """Compile the list from specs, ``workers`` at a time, before any pool exists.
-
-    ``progress(built, done, total)`` is called as each one is ready.
-    """
-    jobs = lowerings(shapes, jax.default_backend())
-    built: dict[Any, Built] = {}
-    with ThreadPoolExecutor(max_workers=workers) as threads:
-        pending = {threads.submit(_build, *job): key for key, job in jobs.items()}
-        for future in as_completed(pending):
-            built[pending[future]] = future.result()
-            progress(future.result(), len(built), len(jobs))
-
-    def part(keys: Iterable[Any]) -> Mapping[Any, Built]:
-        return MappingProxyType({key: built[key] for key in keys})
-
-    return Executables(built["permute"], part(shapes.decode), part(shapes.prefill_tokens))

@@ -37,19 +37,16 @@ class ModelRunner:
         self._pool: KVPool = zeros(shapes.pool_specs())
         self._state: DecodeState = zeros(shapes.state_specs())
         # A step that opens no block is sent nothing: these zeros are already there.
-        self._no_new_blocks = {
-            rows: jax.device_put(np.zeros(rows, np.int32))
-            for rows in {shape.rows for shape in shapes.decode}
-        }
+        self._no_new_blocks: dict[int, jax.Array] = {}
 
     def permute_rows(self, sources_B: np.ndarray) -> None:
         """Row b takes the state of row ``sources_B[b]``; -1 empties it. int32 [max_num_seqs]."""
-        self._state = self._executables.permute.compiled(self._state, sources_B)
+        self._state = self._executables.permute_for()(self._state, sources_B)
 
     def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray) -> PendingTokens:
         """One token for each of ``shape.rows`` rows; see ``decode_step``."""
         step = self._executables.decode_for(shape)
-        blocks = new_blocks_B if new_blocks_B.any() else self._no_new_blocks[shape.rows]
+        blocks = new_blocks_B if new_blocks_B.any() else self._zeros(shape.rows)
         self._pool, self._state, tokens_B = step(self.params, self._pool, self._state, blocks)
         return self._pending(tokens_B)
 
@@ -62,6 +59,15 @@ class ModelRunner:
     def context_lens(self) -> np.ndarray:
         """int32 [max_num_seqs]: tokens each row holds in the pool; waits for the device."""
         return np.asarray(self._state.context_lens_B).copy()
+
+    def pool_addresses(self) -> list[int]:
+        """Where the pool's arrays lie; a step that copied one would move it."""
+        return [array.unsafe_buffer_pointer() for half in self._pool for array in half]
+
+    def _zeros(self, rows: int) -> jax.Array:
+        if rows not in self._no_new_blocks:
+            self._no_new_blocks[rows] = jax.device_put(np.zeros(rows, np.int32))
+        return self._no_new_blocks[rows]
 
     @staticmethod
     def _pending(tokens_X: jax.Array) -> PendingTokens:

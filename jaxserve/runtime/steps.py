@@ -143,20 +143,28 @@ def jit_decode(
     shape: DecodeShape,
     block_size: int,
     platform: str,
+    *,
+    persist_inputs: bool = True,
 ) -> jax.stages.Wrapped:
-    """``decode_step`` of one shape, jitted with pool and state donated."""
+    """``decode_step`` of one shape, jitted with the pool donated, and the state if it persists."""
     step = partial(decode_step, config=config, backend=backend, shape=shape, block_size=block_size)
-    return jax.jit(step, donate_argnums=(1, 2), compiler_options=compiler_options(platform))
+    donated = (1, 2) if persist_inputs else (1,)
+    return jax.jit(step, donate_argnums=donated, compiler_options=compiler_options(platform))
 
 
 def jit_prefill(
-    config: ModelConfig, backend: AttentionBackend, platform: str
+    config: ModelConfig,
+    backend: AttentionBackend,
+    platform: str,
+    *,
+    persist_inputs: bool = True,
 ) -> jax.stages.Wrapped:
-    """``prefill_step`` jitted with pool and state donated."""
+    """``prefill_step`` jitted with the pool donated, and the state if it persists."""
     step = partial(prefill_step, config=config, backend=backend)
-    return jax.jit(step, donate_argnums=(1, 2), compiler_options=compiler_options(platform))
+    donated = (1, 2) if persist_inputs else (1,)
+    return jax.jit(step, donate_argnums=donated, compiler_options=compiler_options(platform))
 
 
-def jit_permute() -> jax.stages.Wrapped:
-    """``permute_rows`` jitted with the state donated."""
-    return jax.jit(permute_rows, donate_argnums=0)
+def jit_permute(*, persist_inputs: bool = True) -> jax.stages.Wrapped:
+    """``permute_rows`` jitted with the state donated if it persists."""
+    return jax.jit(permute_rows, donate_argnums=0 if persist_inputs else ())

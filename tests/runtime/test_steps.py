@@ -15,9 +15,9 @@ from jaxserve.model.definition import params_of
 from jaxserve.model.params import param_specs
 from jaxserve.plan.batch import DecodeState
 from jaxserve.plan.buckets import DecodeShape
+from jaxserve.runtime.compiler import compile_executables
 from jaxserve.runtime.executables import (
     StepShapes,
-    compile_executables,
     shape_structs,
     zeros,
 )
@@ -168,9 +168,9 @@ def test_an_undonated_pool_would_be_seen_as_a_copy(built):
 
 def test_a_shape_that_was_not_compiled_is_an_error_that_lists_what_was(built):
     _, shapes, executables = built
-    with pytest.raises(NoExecutable, match="3 rows x 64 tokens was not compiled"):
+    with pytest.raises(NoExecutable, match="decode 3x64 was not compiled"):
         executables.decode_for(DecodeShape(3, WIDTH))
-    with pytest.raises(NoExecutable, match="prefill of 33 tokens"):
+    with pytest.raises(NoExecutable, match="prefill 33 was not compiled"):
         executables.prefill_for(33)
     with pytest.raises(TypeError):
         executables.decode_for(shapes.decode[0])(1, 2, 3)
