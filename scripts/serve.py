@@ -1,10 +1,14 @@
-"""Serve a model over the OpenAI API: `python scripts/serve.py [MODEL] [flags]`."""
+"""Serve a model over the OpenAI API: `python scripts/serve.py [MODEL] [flags]`.
+
+With --plan it prints what such a server would compile and hold, and exits.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import difflib
+import json
 import os
 import sys
 import traceback
@@ -18,7 +22,12 @@ from tqdm import tqdm
 from jaxserve.config import EngineConfig
 from jaxserve.errors import BootError, ConfigError
 from jaxserve.serve.launch import BuildApp, Serving, bind, run_server
-from jaxserve.serve.settings import CheckpointSettings, ServerSettings, ServeSettings
+from jaxserve.serve.settings import (
+    CheckpointSettings,
+    PlanSettings,
+    ServerSettings,
+    ServeSettings,
+)
 
 _EXAMPLES = {int: "8", float: "0.9"}
 
@@ -87,6 +96,9 @@ def _parser() -> _Parser:
     add("--kv-cache-memory-bytes", "--kv-cache-bytes", type=_INT)
     add("--attention-backend", choices=["auto", "rectangle", "streamed"])
     add("--seed", type=_INT)
+    add("--plan", action="store_true", help="print the price list and exit")
+    add("--format", choices=["text", "json"], help="of --plan")
+    add("--target", metavar="h200|a100|l40|FILE", help="compile --plan for a GPU that is not here")
     return parser
 
 
@@ -115,8 +127,14 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> ServeSettings
     def of(record: type[Any]) -> Any:
         return record(**{f.name: given[f.name] for f in fields(record) if f.name in given})
 
+    for name in ("format", "target"):
+        if name in given and "plan" not in given:
+            raise ConfigError(f"--{name} {given[name]}: says how --plan prints; add --plan")
     return ServeSettings(
-        engine=of(EngineConfig), checkpoint=of(CheckpointSettings), server=of(ServerSettings)
+        engine=of(EngineConfig),
+        checkpoint=of(CheckpointSettings),
+        server=of(ServerSettings),
+        plan=of(PlanSettings) if "plan" in given else None,
     )
 
 
@@ -135,6 +153,26 @@ def claim_memory(environ: Any, share: float) -> None:
     """Tells JAX, before it is imported, to take ``share`` of the device unless told otherwise."""
     if not {"XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(environ):
         environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(share)
+
+
+def _print_plan(settings: ServeSettings, plan: PlanSettings) -> int:
+    # A server may run on this machine's device; what a plan compiles takes little of it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from jaxserve.checkpoint.load import load_checkpoint
+    from jaxserve.pricing import price_deployment
+    from jaxserve.runtime.targets import load_target
+
+    try:
+        target = None if plan.target is None else load_target(plan.target)
+        checkpoint = load_checkpoint(  # no weights are read
+            settings.checkpoint.model, load_format="dummy", progress=_ProgressBar()
+        )
+        prices = price_deployment(checkpoint, settings.engine, target, progress=_ProgressBar())
+    except BootError as error:
+        print(f"serve.py: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(prices.as_dict(), indent=2) if plan.format == "json" else prices.describe())
+    return 0
 
 
 def _say(line: str) -> None:
@@ -184,6 +222,8 @@ def main(
         return 2
     server = settings.server
     claim_memory(os.environ, settings.engine.gpu_memory_utilization)
+    if settings.plan is not None:
+        return _print_plan(settings, settings.plan)
 
     def on_death(error: BaseException) -> None:
         print("serve.py: the engine ended", file=sys.stderr)

@@ -57,9 +57,18 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """How to print the price list. ``target`` names a GPU, or a file, to compile for."""
+
+    format: Literal["text", "json"] = "text"
+    target: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """Everything `scripts/serve.py` was asked for."""
+    """Everything `scripts/serve.py` was asked for; with a ``plan`` it prints that and exits."""
 
     engine: EngineConfig
     checkpoint: CheckpointSettings
     server: ServerSettings
+    plan: PlanSettings | None = None
