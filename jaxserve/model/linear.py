@@ -2,8 +2,8 @@
 
 A decode step reads every weight once and multiplies it by a handful of rows, so it should run at
 the speed of memory. Library products do on GPUs. On XLA:CPU they pack the weights first, which at
-eight rows costs as much as reading them; there, few rows are multiplied and summed by one fused
-reduction instead, which reads each weight straight into registers.
+eight rows costs as much as reading them; there, few rows are multiplied and summed in one fused
+loop instead.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import operator
 import jax
 import jax.numpy as jnp
 
-# Sums a fused reduction carries: rows times parts of the weight. More of them reuse each loaded
-# vector of x; past this many the registers overflow (AVX-512 has 32).
-_ACCUMULATORS = 24
-_MOST_ROWS = 8
+# At most this many rows are summed by reduction; more are worth the library's packing.
+_MOST_ROWS = 16
+# Sums a reduction carries side by side. One load of the weight serves them all, so one row runs
+# four streams of weights at once; but XLA:CPU allocates an object per sum on every call, and past
+# a handful that costs the host more than it saves.
+_SUMS = 4
 
 
 def cpu_compiler_options() -> dict[str, bool]:
@@ -28,28 +30,24 @@ def cpu_compiler_options() -> dict[str, bool]:
     return {"xla_cpu_enable_fast_math": True}
 
 
-def _parts(rows: int, n_out: int) -> int:
-    """Into how many equal row streams to cut a weight of ``n_out`` rows."""
-    most = min(8, _ACCUMULATORS // rows)
-    return next(parts for parts in range(most, 0, -1) if n_out % parts == 0)
-
-
-def _fused_reduction(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
-    """x @ w.T as one variadic reduction over I, float32 [T, O]."""
+def _reduced(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
+    """x @ w.T as fused multiply-and-sum over I, float32 [T, O]."""
     # Barriers, or what makes x and what takes the product would be fused in and computed per sum.
     x_TI = jax.lax.optimization_barrier(x_TI.astype(jnp.float32))
     rows, n_out = x_TI.shape[0], w_OI.shape[0]
-    parts = _parts(rows, n_out)
-    size = n_out // parts
+    if rows > _SUMS:
+        return jax.lax.optimization_barrier(
+            jnp.sum(w_OI.astype(jnp.float32)[None, :, :] * x_TI[:, None, :], axis=2)
+        )
+    streams = next(n for n in range(_SUMS // rows, 0, -1) if n_out % n == 0)
     products = tuple(
-        w_OI[p * size : (p + 1) * size].astype(jnp.float32) * x_TI[row][None, :]
+        part_OI.astype(jnp.float32) * x_TI[row][None, :]
         for row in range(rows)
-        for p in range(parts)
+        for part_OI in jnp.split(w_OI, streams)
     )
-    zero = jnp.zeros((), jnp.float32)
     sums = jax.lax.reduce(
         products,
-        (zero,) * len(products),
+        (jnp.zeros((), jnp.float32),) * len(products),
         lambda a, b: tuple(map(operator.add, a, b)),
         (1,),
     )
@@ -59,7 +57,7 @@ def _fused_reduction(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
 def _cpu_product(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
     """x @ w.T, float32 [T, O], the fast way for the number of rows."""
     if x_TI.shape[0] <= _MOST_ROWS:
-        return _fused_reduction(x_TI, w_OI)
+        return _reduced(x_TI, w_OI)
     # The weight first: the product is read out transposed, but the weight is packed once.
     return jax.lax.dot_general(
         w_OI, x_TI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32

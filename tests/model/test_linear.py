@@ -1,0 +1,42 @@
+"""Every way to multiply by a weight, against numpy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.model.linear import cpu_compiler_options, linear, product
+
+
+@pytest.mark.parametrize("n_out", [12, 7])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 16, 17, 40])
+def test_a_product_is_that_of_numpy_for_any_number_of_rows(rows, n_out):
+    rng = np.random.default_rng(rows)
+    x, w = rng.normal(size=(rows, 33)), rng.normal(size=(n_out, 33))
+    got = jax.jit(product, compiler_options=cpu_compiler_options())(
+        jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
+    )
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, x @ w.T, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40])
+def test_a_bfloat16_product_is_summed_in_float32(rows):
+    x, w = jnp.ones((rows, 4096), jnp.bfloat16), jnp.ones((3, 4096), jnp.bfloat16)
+    w = w.at[:, 0].set(256)  # a bfloat16 sum would stay at 256
+    y = jax.jit(linear, compiler_options=cpu_compiler_options())(x, w)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y.astype(jnp.float32), 4352.0)
+
+
+def test_nan_and_infinity_survive_the_compiler_options():
+    x = jnp.asarray([[1.0, jnp.inf], [jnp.nan, 0.0]], jnp.float32)
+    y = jax.jit(product, compiler_options=cpu_compiler_options())(x, jnp.eye(2, dtype=jnp.float32))
+    np.testing.assert_array_equal(np.isnan(np.asarray(y)), [[True, False], [True, True]])
+    assert y[0, 1] == np.inf
+
+
+def test_a_bias_is_added_to_every_row():
+    x, w = jnp.ones((3, 2), jnp.float32), jnp.ones((4, 2), jnp.float32)
+    y = linear(x, w, jnp.arange(4, dtype=jnp.float32))
+    np.testing.assert_array_equal(y, [[2, 3, 4, 5]] * 3)
