@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -64,19 +65,23 @@ def host_digest() -> str:
     return _digest("\n".join([platform.machine(), str(cores), *cpu]))
 
 
-def environment_parts(xla_flags: str) -> Mapping[str, str]:
+def environment_parts(xla_flags: str, devices: Sequence[Any] | None = None) -> Mapping[str, str]:
     """The part of every key that is the same for a whole process.
 
-    ``xla_flags`` is the value of XLA_FLAGS.
+    ``xla_flags`` is the value of XLA_FLAGS. ``devices`` are those compiled for, which need not be
+    here; None: this process's own.
     """
-    devices = jax.devices()
-    # A setting of JAX's own cache changes no program.
-    settings = {k: str(v) for k, v in jax.config.values.items() if "cache" not in k}
+    devices = jax.devices() if devices is None else devices
+    kind = devices[0].platform
+    # Settings of JAX's own cache change no program, nor does which platforms it may look for.
+    settings = {
+        k: str(v) for k, v in jax.config.values.items() if "cache" not in k and k != "jax_platforms"
+    }
     return {
         "device": f"{len(devices)} x {devices[0].device_kind}",
-        "platform": f"{devices[0].platform} {devices[0].client.platform_version}",
-        "host": host_digest() if devices[0].platform == "cpu" else "any",
-        "versions": _versions(),
+        "platform": kind,
+        "host": host_digest() if kind == "cpu" else "any",
+        "versions": _versions(),  # of a GPU's plugin too, which brings its own compiler
         "python": platform.python_version(),
         "xla_flags": xla_flags,
         "jax_settings": _digest(repr(sorted(settings.items()))),

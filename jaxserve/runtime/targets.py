@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxserve.errors import BootError, ConfigError
 from jaxserve.plan.compiled import CompiledFigures, Key
-from jaxserve.runtime.cross_compile import CrossCompiled, Failed, cross_compile
+from jaxserve.runtime.cross_compile import Build, CrossCompiled, Failed, Note, cross_compile
 from jaxserve.runtime.executables import StepShapes
 
 _SUFFIX = ".textproto"
@@ -76,14 +76,17 @@ def compile_for_target(
     shapes: StepShapes,
     *,
     workers: int = 1,
+    build: Build | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Mapping[Key, CompiledFigures]:
     """Compile the whole list for ``target`` in a process of its own.
 
     A process of its own because the compiler ends one over a kernel that its target cannot run, and
-    because it must see no GPU of this machine. ``progress(done, total)`` is told of each.
-    Raises ConfigError without the compiler's plugin and BootError, in one line, when a step does
-    not compile.
+    because it must see no GPU of this machine. With a ``build`` each is kept as well, for a boot on
+    that GPU. ``progress(done, total)`` is told of each, ``report`` of what cannot be kept. Raises
+    ConfigError without the compiler's plugin and BootError, in a line, when a step does not
+    compile.
     """
     if not any(_installed(plugin) for plugin in _PLUGINS):
         raise ConfigError(
@@ -97,14 +100,17 @@ def compile_for_target(
         said = Path(scratch) / "stderr"
         process = context.Process(
             target=cross_compile,
-            args=(sender, target.text, shapes, workers, scratch, str(said)),
+            args=(sender, target.text, shapes, workers, scratch, str(said), build),
             daemon=True,  # an interrupted parent takes it along
         )
         process.start()
         sender.close()  # the child's copy is now the only one, so its end is the end of the pipe
         try:
             while len(figures) < total:
-                message: CrossCompiled | Failed = receiver.recv()
+                message: CrossCompiled | Failed | Note = receiver.recv()
+                if isinstance(message, Note):
+                    report(message.text)
+                    continue
                 if isinstance(message, Failed):
                     raise BootError(f"compiling {message.name} for {target.device}: {message.why}")
                 figures[message.key] = message.figures
@@ -115,8 +121,10 @@ def compile_for_target(
                 f"compiling for {target.device}: its process ended {_exit(process.exitcode)} after "
                 f"{len(figures)} of {total} executables: {_last_words(said)}"
             ) from None
-        finally:
+        except BaseException:
             process.terminate()
+            raise
+        finally:
             process.join()
     return figures
 

@@ -1,8 +1,10 @@
 """Compiling for GPUs that are not here."""
 
 import importlib.util
+import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +12,11 @@ from jaxserve.errors import BootError, ConfigError
 from jaxserve.plan.buckets import DecodeShape
 from jaxserve.plan.price_list import tree_nbytes
 from jaxserve.runtime import targets
+from jaxserve.runtime.compile_cache import entry_name
+from jaxserve.runtime.compiler import StepCompiler
+from jaxserve.runtime.cross_compile import Build
 from jaxserve.runtime.executables import StepShapes
+from jaxserve.runtime.fingerprint import environment_parts
 from jaxserve.runtime.targets import compile_for_target, load_target, target_names
 from tests import cross_fakes
 from tests.models import TINY
@@ -119,6 +125,40 @@ def test_a_model_compiled_for_an_h200_updates_pool_and_state_in_place():
         assert step.launches > 0
         assert step.trace_seconds > 0
         assert step.backend_seconds > 0
+
+
+@needs_plugin
+def test_what_is_built_lies_under_the_key_that_a_boot_on_that_gpu_looks_for(tmp_path):
+    build = Build(tmp_path / "cache", xla_flags="--flag")
+    said = []
+    compile_for_target(load_target("h200"), PERMUTE_ONLY, build=build, report=said.append)
+    (entry,) = build.directory.glob("*.jaxexe")
+    header, payload = entry.read_bytes().split(b"\n", 1)
+    parts = json.loads(header)["parts"]
+    card = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    environment = environment_parts("--flag", [card])
+    wanted = StepCompiler(shapes=PERMUTE_ONLY, platform="cuda", environment=environment)
+    # Settings differ: the tests' own are stricter than a server's.
+    assert parts == {**wanted.parts("permute"), "jax_settings": parts["jax_settings"]}
+    assert parts["device"] == "1 x NVIDIA H200"
+    assert entry.name == entry_name("permute", parts)
+    assert b"jaxserve-target-" not in payload  # nothing in it asks for a dump when it runs
+    assert said == []
+
+
+@needs_plugin
+def test_a_cache_that_cannot_be_written_is_told_and_prices_all_the_same(tmp_path):
+    (tmp_path / "file").write_text("")
+    said = []
+    figures = compile_for_target(
+        load_target("h200"),
+        PERMUTE_ONLY,
+        build=Build(tmp_path / "file", xla_flags=""),
+        report=said.append,
+    )
+    assert figures["permute"].launches > 0
+    assert len(said) == 1
+    assert str(tmp_path / "file") in said[0]
 
 
 @needs_plugin
