@@ -106,7 +106,7 @@ class PriceList:
             compiled = "not compiled; --target compiles"
             temp = "modelled: float32 scores of a decode; unknown for the others"
         else:
-            compiled = f"measured on this machine, compiling for {self.target}"
+            compiled = f"measured on this machine, several at once, compiling for {self.target}"
             temp = f"from the compiler, for {self.target}"
         return {
             "compile_seconds": compiled,
