@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve import __version__
 from jaxserve.checkpoint.load import Checkpoint, load_checkpoint
-from jaxserve.config import DType, EngineConfig, ModelConfig
+from jaxserve.config import BootConfig, DType, EngineConfig, ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.model.attention import decode_tile
-from jaxserve.model.definition import init_params
-from jaxserve.model.params import Params, build_params
 from jaxserve.plan.batch import prefill_batch_specs
-from jaxserve.plan.buckets import DecodeBuckets, PrefillBuckets
-from jaxserve.plan.capture import CapturePlan, plan_capture
-from jaxserve.plan.pool import DeviceMemory, KVPoolPlan, kv_bytes_per_block, plan_kv_pool
+from jaxserve.plan.buckets import DecodeShape, PrefillBuckets
+from jaxserve.plan.gates import (
+    check_boot_info,
+    check_capture_ready,
+    check_switches,
+    check_warm_before_serving,
+)
 from jaxserve.plan.price import weight_bytes
-from jaxserve.plan.report import boot_info, boot_lines
-from jaxserve.plan.units import MIB, format_bytes
-from jaxserve.runtime.compiler import compile_executables
+from jaxserve.plan.report import boot_lines
+from jaxserve.plan.units import format_bytes
+from jaxserve.runtime.booted import BootedEngine
+from jaxserve.runtime.compile_cache import CompileCache
+from jaxserve.runtime.compiler import StepCompiler, compile_executables, describe
 from jaxserve.runtime.engine import Engine
-from jaxserve.runtime.executables import Built, Executables, StepShapes
+from jaxserve.runtime.executables import Built, Recorder, StepShapes, record
+from jaxserve.runtime.fingerprint import environment_parts
+from jaxserve.runtime.laps import Laps, boot_seconds_line, seconds_since_exec
+from jaxserve.runtime.placing import place_params
 from jaxserve.runtime.runner import ModelRunner
+from jaxserve.runtime.sizing import (
+    check_workspace,
+    decode_buckets,
+    decode_read,
+    exact_shape,
+    plan_sizes,
+    step_shapes,
+)
 from jaxserve.serve.app import AppParts, create_app
 from jaxserve.serve.async_engine import AsyncEngine
 from jaxserve.serve.launch import Serving
@@ -40,32 +51,8 @@ from jaxserve.serve.text import Text
 Report = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
 """``progress(what, done, total)``; may be called from several threads, one at a time."""
-
-# Held back on a device for what no plan counts: the runtime's context, inputs, fragmentation.
-_RESERVE_BYTES = 512 * MIB
-
-
-@dataclass(frozen=True, kw_only=True)
-class BootedEngine:
-    """An engine with every planned shape compiled and run once, and what was decided."""
-
-    engine: Engine
-    runner: ModelRunner
-    executables: Executables
-    model: ModelConfig
-    config: EngineConfig
-    pool: KVPoolPlan
-    capture: CapturePlan
-    seconds: Mapping[str, float]
-
-    def info(self) -> dict[str, Any]:
-        """The boot decision as /health publishes it."""
-        return boot_info(self.pool, self.capture, self.executables.decode) | {
-            "attention_backend": self.config.attention_backend,
-            "dtype": self.config.dtype,
-            "workspace_bytes": self.executables.temp_bytes,
-            "boot_seconds": {k: round(v, 3) for k, v in self.seconds.items()},
-        }
+MemoryStats = Callable[[], Mapping[str, int] | None]
+"""What the device's allocator says, None where it says nothing (CPUs)."""
 
 
 def resolve(config: EngineConfig, model: ModelConfig, platform: str) -> EngineConfig:
@@ -93,52 +80,13 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: str) -> EngineCo
     )
 
 
-def place_params(
-    model: ModelConfig, dtype: str, checkpoint: Checkpoint, progress: Progress
-) -> Params:
-    """The checkpoint's weights, fused and on the device in ``dtype``; random without tensors."""
-    if checkpoint.tensors is None:
-        return jax.block_until_ready(init_params(model, dtype, seed=0))
-    tensors = checkpoint.tensors
-    total, done = len(tensors.shapes), 0
+def warm_engine(runner: ModelRunner, shapes: StepShapes, *, serving: bool = False) -> None:
+    """Run every executable once, on empty rows, so that no request pays for a first call.
 
-    def get(name: str) -> np.ndarray:
-        nonlocal done
-        array = tensors.get(name)
-        done += 1
-        progress("loading tensors", done, total)
-        return array
-
-    return build_params(model, get, put=lambda a: jax.device_put(a.astype(jnp.dtype(dtype))))
-
-
-def _device_memory(config: EngineConfig, shapes: StepShapes) -> DeviceMemory | None:
-    """What the device reports of its memory, None where it reports nothing (CPUs).
-
-    The allocator's limit is this process's share, so the whole is the limit over the share. The
-    workspace is the compiler's own figure for the largest steps; it ignores the pool's size, so a
-    pool of the fewest blocks prices it.
+    The donated pool and state go through each. ``serving``: the loop runs already, which is
+    refused with BootUnsound.
     """
-    stats = jax.local_devices()[0].memory_stats()
-    if stats is None:
-        return None
-    largest = replace(shapes, decode=shapes.decode[-1:], prefill_tokens=shapes.prefill_tokens[-1:])
-    return DeviceMemory(
-        total_bytes=int(stats["bytes_limit"] / config.gpu_memory_utilization),
-        weight_bytes=weight_bytes(shapes.model, shapes.dtype),
-        workspace_bytes=compile_executables(largest).temp_bytes,
-        reserve_bytes=_RESERVE_BYTES,
-        free_bytes=stats["bytes_limit"] - stats["bytes_in_use"],
-    )
-
-
-def _host_bytes() -> int:
-    """Bytes of host memory a pool may take: half of what is there."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def warm_engine(runner: ModelRunner, shapes: StepShapes) -> None:
-    """Run every executable once, on empty rows, so that no request pays for a first call."""
+    check_warm_before_serving(serving=serving)
     runner.permute_rows(np.full(shapes.max_num_seqs, -1, np.int32))
     for shape in shapes.decode:
         runner.decode(shape, np.zeros(shape.rows, np.int32)).read()
@@ -154,81 +102,100 @@ def warm_engine(runner: ModelRunner, shapes: StepShapes) -> None:
 def build_engine(
     checkpoint: Checkpoint,
     config: EngineConfig,
+    boot: BootConfig | None = None,
     *,
+    xla_flags: str = "",
+    capture_recorder: Recorder = record,
+    memory_stats: MemoryStats = lambda: jax.local_devices()[0].memory_stats(),
+    laps: Laps | None = None,
     report: Report = lambda line: None,
     progress: Progress = lambda what, done, total: None,
 ) -> BootedEngine:
     """From a checkpoint to an engine that will compile nothing more.
 
-    ``report`` gets one line a phase. Raises BootError.
+    ``capture_recorder`` makes an executable that the cache does not have; ``xla_flags`` is part of
+    the cache's keys. ``report`` gets one line a phase and one an executable. Raises BootError.
     """
+    laps = laps or Laps()
+    boot = boot or BootConfig()
     model = checkpoint.config
-    platform = jax.default_backend()
-    config = resolve(config, model, platform)
-    seconds: dict[str, float] = {}
-    mark = time.perf_counter()
+    config = resolve(config, model, jax.default_backend())
+    buckets, read = decode_buckets(config), decode_read(config)
+    switches = {
+        "bucket_decode": config.bucket_decode,
+        "persist_inputs": config.persist_inputs,
+        "capture_decode": config.capture_decode,
+    }
+    check_switches(**switches)
+    if config.capture_decode:
+        check_capture_ready(**switches, buckets=buckets, read=read)
 
-    def lap(phase: str) -> None:
-        nonlocal mark
-        seconds[phase], mark = time.perf_counter() - mark, time.perf_counter()
-
-    bytes_of_weights = weight_bytes(model, config.dtype)
-    report(f"loading {checkpoint.name}: {format_bytes(bytes_of_weights)} of {config.dtype} weights")
+    size = format_bytes(weight_bytes(model, config.dtype))
+    report(f"loading {checkpoint.name}: {size} of {config.dtype} weights")
     params = place_params(model, config.dtype, checkpoint, progress)
-    lap("weights")
+    laps.lap(("weights", 1))
 
-    streamed = config.attention_backend != "rectangle"
-    decode = DecodeBuckets(
-        config.max_num_seqs,
-        config.max_model_len,
-        width_multiple=config.max_model_len,
-        streamed=streamed,
-        tile=decode_tile(config.block_size, config.blocks_per_row) if streamed else None,
+    cache = None
+    if boot.compile_cache_dir is not None and config.capture_decode:
+        cache = CompileCache(boot.compile_cache_dir, report)
+    compiler = StepCompiler(
+        shapes=step_shapes(model, config, (), config.blocks_per_row + 1),
+        platform=jax.default_backend(),
+        cache=cache,
+        environment={} if cache is None else environment_parts(xla_flags),
+        recorder=capture_recorder,
     )
-    prefill = PrefillBuckets(config.max_num_batched_tokens)
-    capture = plan_capture(decode, num_heads=model.num_heads)
-    shapes = StepShapes(
-        model=model,
-        dtype=config.dtype,
-        backend=config.attention_backend,
-        num_blocks=config.blocks_per_row + 1,
-        block_size=config.block_size,
-        blocks_per_row=config.blocks_per_row,
-        max_num_seqs=config.max_num_seqs,
-        decode=capture.shapes,
-        prefill_tokens=prefill.tokens,
-    )
-    pool = plan_kv_pool(
-        config,
-        kv_bytes_per_block(model, config.block_size, config.dtype),
-        device=_device_memory(config, shapes),
-        host_bytes=_host_bytes(),
-    )
-    shapes = replace(shapes, num_blocks=pool.num_blocks)
+    sizes = plan_sizes(model, config, boot, buckets, compiler, memory_stats())
+    pool, capture, shapes = sizes.pool, sizes.capture, sizes.compiler.shapes
     for line in boot_lines(pool, capture):
         report(line)
-    lap("plan")
-
-    report(f"compiling {1 + len(shapes.decode) + len(shapes.prefill_tokens)} executables")
+    laps.lap(("plan", 1))
 
     def built(step: Built, done: int, total: int) -> None:
-        progress(f"compiling, {step.name} took {step.trace_s + step.compile_s:.1f} s", done, total)
+        report(f"executable {done} of {total}: {describe(step)}")
 
-    executables = compile_executables(shapes, workers=os.cpu_count() or 1, progress=built)
-    lap("compile")
-    report("allocating the pool and warming every executable")
+    executables = compile_executables(
+        shapes,
+        compiler=sizes.compiler,
+        workers=os.cpu_count() or 1,
+        ahead=config.capture_decode,
+        late=boot.allow_late_compile or not config.capture_decode,
+        progress=built,
+        report=report,
+    )
+    check_workspace(sizes.workspace_bytes, executables)
+    if cache is not None:
+        cache.tidy()
+    laps.lap(
+        *(
+            (phase, sum(getattr(b, f"{phase}_s") for b in executables.all))
+            for phase in ("trace", "compile", "load")
+        )
+    )
+    report("allocating the pool")
     runner = ModelRunner(params, executables, shapes)
-    warm_engine(runner, shapes)
-    lap("warm")
+    runner.wait()
+    laps.lap(("pool", 1))
+    if boot.warm and config.capture_decode:
+        report(f"warming {len(executables.all)} executables")
+        warm_engine(runner, shapes)
+    laps.lap(("warm", 1))
+
+    def decode_shape(rows: int, width: int) -> DecodeShape:
+        if not config.bucket_decode:
+            return exact_shape(config, rows, width)
+        return executables.serving_shape(buckets.shape_for(rows, width))
+
     engine = Engine(
         model,
         config,
         runner,
         num_blocks=pool.num_blocks,
-        decode_buckets=decode,
-        prefill_buckets=prefill,
+        decode_buckets=buckets,
+        prefill_buckets=PrefillBuckets(config.max_num_batched_tokens),
+        decode_shape=decode_shape,
     )
-    return BootedEngine(
+    booted = BootedEngine(
         engine=engine,
         runner=runner,
         executables=executables,
@@ -236,8 +203,11 @@ def build_engine(
         config=config,
         pool=pool,
         capture=capture,
-        seconds=seconds,
+        seconds=laps.seconds,
     )
+    if capture is not None:
+        check_boot_info(booted.info(engine.stats()), capture, booted.warm_shapes)
+    return booted
 
 
 def build_app(
@@ -246,8 +216,14 @@ def build_app(
     report: Report,
     progress: Progress,
     on_death: Callable[[BaseException], None],
+    xla_flags: str = "",
 ) -> Serving:
-    """The whole server behind its port: checkpoint, engine, bridge and routes, in that order."""
+    """The whole server behind its port: checkpoint, engine, bridge and routes, in that order.
+
+    The engine is warm before the bridge, whose thread steps it, exists: a warm-up beside a running
+    loop cannot be written here.
+    """
+    laps = Laps({"import": seconds_since_exec()})
     choice, server = settings.checkpoint, settings.server
     checkpoint = load_checkpoint(
         choice.model,
@@ -255,7 +231,16 @@ def build_app(
         tokenizer=choice.tokenizer,
         progress=progress,
     )
-    booted = build_engine(checkpoint, settings.engine, report=report, progress=progress)
+    laps.lap(("checkpoint", 1))
+    booted = build_engine(
+        checkpoint,
+        settings.engine,
+        settings.boot,
+        xla_flags=xla_flags,
+        laps=laps,
+        report=report,
+        progress=progress,
+    )
     bundle = checkpoint.tokenizer
     if bundle is None:
         raise ConfigError(
@@ -271,7 +256,12 @@ def build_app(
     )
     names = server.served_model_names or (checkpoint.name,)
     max_model_len = booted.config.max_model_len
-    metrics = Metrics(names[0], max_model_len=max_model_len, prefix=server.metrics_prefix)
+    metrics = Metrics(
+        names[0],
+        max_model_len=max_model_len,
+        prefix=server.metrics_prefix,
+        executables=booted.executable_stats,
+    )
     engine = AsyncEngine(
         booted.engine,
         max_requests=booted.config.max_num_seqs + server.max_queued_requests,
@@ -286,8 +276,10 @@ def build_app(
             served_names=names,
             max_model_len=max_model_len,
             version=__version__,
-            boot_info=booted.info,
+            boot_info=lambda: booted.info(engine.stats()),
             api_keys=server.api_keys,
         )
     )
+    laps.lap(("app", 1))
+    report(boot_seconds_line(laps.seconds))
     return Serving(app, engine)

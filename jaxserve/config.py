@@ -11,6 +11,7 @@ Shape letters, used in every name of the repository:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from jaxserve.errors import ConfigError, InvalidRequest
@@ -109,6 +110,10 @@ class EngineConfig:
     ``num_blocks`` and ``kv_cache_memory_bytes`` override the sizing of the KV pool, in that order.
     ``watermark`` is the share of the pool kept free when a request is admitted; it delays an
     admission and never excludes one.
+
+    ``bucket_decode`` rounds a decode step's shape up to a closed set, ``persist_inputs`` donates
+    the decode state so that it stays where it is, ``capture_decode`` compiles every step before the
+    first request. An engine refuses two of the three.
     """
 
     max_model_len: int = 2048
@@ -122,6 +127,9 @@ class EngineConfig:
     dtype: DType | Literal["auto"] = "auto"
     watermark: float = 0.01
     seed: int = 0
+    bucket_decode: bool = True
+    persist_inputs: bool = True
+    capture_decode: bool = True
 
     def __post_init__(self) -> None:
         for name, flag in (
@@ -151,6 +159,29 @@ class EngineConfig:
     def blocks_per_row(self) -> int:
         """P: blocks that hold ``max_model_len`` tokens."""
         return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BootConfig:
+    """How a process comes up; nothing here changes a token.
+
+    ``compile_cache_dir`` keeps compiled steps for the next boot (None: nothing is kept). ``warm``
+    runs each one once before the first request. ``warm_rows`` and ``warm_width`` (tokens) shorten
+    the list; the shapes left out need ``allow_late_compile``, which compiles a shape when a request
+    first meets it.
+    """
+
+    compile_cache_dir: Path | None = None
+    warm: bool = True
+    warm_rows: int | None = None
+    warm_width: int | None = None
+    allow_late_compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name, flag in (("warm_rows", "--warm-rows"), ("warm_width", "--warm-width")):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag} {value}: must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import BootConfig, EngineConfig
 from jaxserve.errors import BootError, ConfigError
 from jaxserve.serve.launch import BuildApp, Serving, bind, run_server
 from jaxserve.serve.settings import (
@@ -96,6 +96,32 @@ def _parser() -> _Parser:
     add("--kv-cache-memory-bytes", "--kv-cache-bytes", type=_INT)
     add("--attention-backend", choices=["auto", "rectangle", "streamed"])
     add("--seed", type=_INT)
+    add(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="compile every step before the first request, over bucketed shapes and inputs that "
+        "stay where they are; --no-cuda-graphs compiles each exact shape when it is first met",
+    )
+    add(
+        "--enforce-eager",
+        action="store_true",
+        help="no ahead-of-time list: each bucket is compiled when it is first met",
+    )
+    add(
+        "--compile-cache-dir",
+        metavar="DIR|none",
+        help="where compiled steps are kept for the next boot, by default the user's cache; "
+        "none keeps nothing",
+    )
+    add("--no-warm", dest="warm", action="store_false", help="do not run each executable once")
+    add("--warm-rows", type=_INT, help="compile no decode of more rows ahead of time")
+    add("--warm-width", type=_INT, help="nor of more tokens of context (rectangle read)")
+    add(
+        "--allow-late-compile",
+        action="store_true",
+        help="compile a shape outside the list when a request meets it, instead of refusing to "
+        "boot with a list that does not cover what is served",
+    )
     add("--plan", action="store_true", help="print the price list and exit")
     add("--format", choices=["text", "json"], help="of --plan")
     add("--target", metavar="h200|a100|l40|FILE", help="compile --plan for a GPU that is not here")
@@ -124,6 +150,9 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> ServeSettings
     if "chat_template" in given:
         given["chat_template"] = _chat_template(given["chat_template"])
 
+    given |= _switches(given.pop("cuda_graphs", None), given.pop("enforce_eager", False))
+    given["compile_cache_dir"] = _cache_dir(given.get("compile_cache_dir"), environ)
+
     def of(record: type[Any]) -> Any:
         return record(**{f.name: given[f.name] for f in fields(record) if f.name in given})
 
@@ -134,8 +163,28 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> ServeSettings
         engine=of(EngineConfig),
         checkpoint=of(CheckpointSettings),
         server=of(ServerSettings),
+        boot=of(BootConfig),
         plan=of(PlanSettings) if "plan" in given else None,
     )
+
+
+def _switches(cuda_graphs: bool | None, enforce_eager: bool) -> dict[str, bool]:
+    """The engine's three switches; the engine itself refuses two out of three."""
+    if enforce_eager:
+        if cuda_graphs is not None:
+            raise ConfigError("--enforce-eager: leave --cuda-graphs and --no-cuda-graphs out")
+        return {"bucket_decode": True, "persist_inputs": False, "capture_decode": False}
+    names = ("bucket_decode", "persist_inputs", "capture_decode")
+    return dict.fromkeys(names, cuda_graphs is not False)
+
+
+def _cache_dir(given: str | None, environ: Mapping[str, str]) -> Path | None:
+    if given == "none":
+        return None
+    if given:
+        return Path(given)
+    root = Path(environ.get("XDG_CACHE_HOME", ""))
+    return (root if root.is_absolute() else Path.home() / ".cache") / "jaxserve" / "executables"
 
 
 def _chat_template(value: str) -> str:
@@ -205,7 +254,13 @@ def _builder(settings: ServeSettings) -> BuildApp:
     ) -> Serving:
         from jaxserve.boot import build_app  # imports JAX, which reads its environment then
 
-        return build_app(settings, report=on_phase, progress=_ProgressBar(), on_death=on_death)
+        return build_app(
+            settings,
+            report=on_phase,
+            progress=_ProgressBar(),
+            on_death=on_death,
+            xla_flags=os.environ.get("XLA_FLAGS", ""),
+        )
 
     return build
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from jaxserve.errors import EngineError
 from jaxserve.plan.buckets import DecodeShape
 from jaxserve.plan.capture import CapturePlan
+from jaxserve.plan.gates import (
+    DecodeRead,
+    check_all_shapes_captured,
+    check_replays_dominate,
+)
 from jaxserve.plan.pool import KVPoolPlan
 
 
@@ -26,8 +32,57 @@ def boot_info(
     }
 
 
-def boot_lines(pool: KVPoolPlan, capture: CapturePlan) -> list[str]:
+def loop_info(
+    capture: CapturePlan,
+    read: DecodeRead,
+    *,
+    captured: Collection[DecodeShape],
+    late: Collection[DecodeShape],
+    replays: Mapping[DecodeShape, int],
+    padded_rows: int,
+    padded_cells: int,
+) -> dict[str, Any]:
+    """What the loop has done since the boot, for the ``capture`` section of /health.
+
+    ``captured`` are the planned shapes with an executable, ``late`` those compiled after the boot,
+    ``replays`` the decode steps run at each shape. A *fall-through* is a step outside the list that
+    compiled nothing. ``checks`` asks the two questions only a running process can answer: each is
+    "ok" or says what is wrong.
+    """
+    planned = frozenset(capture.shapes)
+    inside = sum(steps for shape, steps in replays.items() if shape in planned)
+    outside = sum(replays.values()) - inside
+    fall_throughs = max(0, outside - len(late))
+    return {
+        "read": read.name,
+        "replays": {f"{s.rows}x{s.width}": n for s, n in sorted(replays.items())},
+        "late_compiles": [f"{s.rows}x{s.width}" for s in late],
+        "fall_throughs": fall_throughs,
+        "padded_rows": padded_rows,
+        "padded_cells": padded_cells,
+        "checks": {
+            "all_shapes_captured": _answer(lambda: check_all_shapes_captured(capture, captured)),
+            "replays_dominate": _answer(
+                lambda: check_replays_dominate(
+                    replays=inside, late_compiles=len(late), fall_throughs=fall_throughs
+                )
+            ),
+        },
+    }
+
+
+def _answer(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except EngineError as error:
+        return str(error)
+    return "ok"
+
+
+def boot_lines(pool: KVPoolPlan, capture: CapturePlan | None) -> list[str]:
     """One line for the pool and one for the list, which names who bound its width."""
+    if capture is None:
+        return [pool.describe(), "capture list: none, each step is compiled when it is first met"]
     return [pool.describe(), capture.describe()]
 
 

@@ -89,11 +89,26 @@ class StepCompiler:
         return replace(built, load_s=load_s, cache=f"miss: {found}")
 
     def earlier(self) -> EntryInfo | None:
-        """The largest prefill's entry of an earlier boot, whatever its pool; None: no such boot."""
+        """The entry of an earlier boot of this server, whatever its pool; None: no such boot."""
         if self.cache is None:
             return None
         key = self.shapes.prefill_tokens[-1]
         return self.cache.earlier(key_name(key), self.parts(key))
+
+    def workspace_bytes(self) -> int:
+        """Temporary bytes of the largest step; they do not depend on the pool's size.
+
+        From the entries of an earlier boot where every step has one, else compiled: the steps of
+        most rows and of most tokens, which need the most.
+        """
+        keys = planned_keys(self.shapes)
+        if self.cache is not None:
+            known = [self.cache.earlier(key_name(k), self.parts(k)) for k in keys]
+            if all(known):
+                return max(info.temp_bytes for info in known if info is not None)
+        largest = (*self.shapes.decode[-1:], *self.shapes.prefill_tokens[-1:])
+        with without_jax_cache():
+            return max(self.build(key).temp_bytes for key in largest)
 
 
 def compile_executables(

@@ -15,6 +15,7 @@ from jaxserve.config import EngineConfig, ModelConfig, SamplingParams
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.plan.batch import PrefillBatch
 from jaxserve.plan.buckets import DecodeBuckets, DecodeShape, PrefillBuckets
+from jaxserve.plan.gates import check_switches
 from jaxserve.runtime.stats import Totals
 from jaxserve.sched.audit import audit_scheduler
 from jaxserve.sched.outputs import EngineStats, FinishReason, RequestUpdate
@@ -72,12 +73,23 @@ class Engine:
         num_blocks: int,
         decode_buckets: DecodeBuckets,
         prefill_buckets: PrefillBuckets,
+        decode_shape: Callable[[int, int], DecodeShape] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``decode_shape(rows, width)`` chooses a decode's shape; by default the bucket's.
+
+        Raises ConfigError for two of the three switches in ``config``.
+        """
+        check_switches(
+            bucket_decode=config.bucket_decode,
+            persist_inputs=config.persist_inputs,
+            capture_decode=config.capture_decode,
+        )
         self._model = model
         self._config = config
         self._runner = runner
-        self._decode_buckets = decode_buckets
+        self._decode_shape = decode_shape or decode_buckets.shape_for
+        self._tile = decode_buckets.tile
         self._prefill_buckets = prefill_buckets
         self._clock = clock
         self._scheduler = Scheduler(config, num_blocks)
@@ -187,7 +199,7 @@ class Engine:
         if schedule.permutation is not None:
             self._runner.permute_rows(pack_permutation(schedule.permutation))
         if schedule.decode:
-            shape = self._decode_buckets.shape_for(len(schedule.decode), schedule.width)
+            shape = self._decode_shape(len(schedule.decode), schedule.width)
             new_blocks_B = pack_new_blocks(schedule.new_blocks, shape.rows)
             decode = self._runner.decode(shape, new_blocks_B)
         if schedule.chunks:
@@ -199,7 +211,7 @@ class Engine:
                 block_size=self._config.block_size,
             )
             prefill = self._runner.prefill(batch)
-        self._totals.count_iteration(schedule, shape)
+        self._totals.count_iteration(schedule, shape, self._tile)
         return _Flight(schedule, decode, prefill)
 
     def _commit(self, flight: _Flight | None) -> list[RequestUpdate]:

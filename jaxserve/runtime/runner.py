@@ -11,7 +11,7 @@ from jaxserve.model.attention import KVPool
 from jaxserve.model.params import Params
 from jaxserve.plan.batch import DecodeState, PrefillBatch
 from jaxserve.plan.buckets import DecodeShape
-from jaxserve.runtime.executables import Executables, StepShapes, zeros
+from jaxserve.runtime.executables import PERMUTE, Executables, Key, StepShapes, zeros
 
 
 @dataclass(frozen=True)
@@ -38,27 +38,41 @@ class ModelRunner:
         self._state: DecodeState = zeros(shapes.state_specs())
         # A step that opens no block is sent nothing: these zeros are already there.
         self._no_new_blocks: dict[int, jax.Array] = {}
+        self._ran: set[Key] = set()
 
     def permute_rows(self, sources_B: np.ndarray) -> None:
         """Row b takes the state of row ``sources_B[b]``; -1 empties it. int32 [max_num_seqs]."""
         self._state = self._executables.permute_for()(self._state, sources_B)
+        self._ran.add(PERMUTE)
 
     def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray) -> PendingTokens:
         """One token for each of ``shape.rows`` rows; see ``decode_step``."""
         step = self._executables.decode_for(shape)
         blocks = new_blocks_B if new_blocks_B.any() else self._zeros(shape.rows)
         self._pool, self._state, tokens_B = step(self.params, self._pool, self._state, blocks)
+        self._ran.add(shape)
         return self._pending(tokens_B)
 
     def prefill(self, batch: PrefillBatch) -> PendingTokens:
         """One chunk of packed prompts; see ``prefill_step``."""
-        step = self._executables.prefill_for(batch.tokens_T.shape[0])
+        tokens = batch.tokens_T.shape[0]
+        step = self._executables.prefill_for(tokens)
         self._pool, self._state, tokens_S = step(self.params, self._pool, self._state, batch)
+        self._ran.add(tokens)
         return self._pending(tokens_S)
 
     def context_lens(self) -> np.ndarray:
         """int32 [max_num_seqs]: tokens each row holds in the pool; waits for the device."""
         return np.asarray(self._state.context_lens_B).copy()
+
+    def wait(self) -> None:
+        """Blocks until the pool and the state are there."""
+        jax.block_until_ready((self._pool, self._state))
+
+    @property
+    def ran(self) -> frozenset[Key]:
+        """The executables that were called at least once: those that are warm."""
+        return frozenset(self._ran)
 
     def pool_addresses(self) -> list[int]:
         """Where the pool's arrays lie; a step that copied one would move it."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from jaxserve.plan.buckets import DecodeShape
+from jaxserve.plan.units import round_up
 from jaxserve.sched.outputs import EngineStats
 from jaxserve.sched.scheduler import Schedule, Scheduler
 
@@ -20,15 +21,24 @@ class Totals:
     generation_tokens: int = 0
     scheduled_tokens: int = 0
     padded_rows: int = 0
-    decode_replays: Counter[int] = field(default_factory=Counter)
+    padded_cells: int = 0
+    replays: Counter[DecodeShape] = field(default_factory=Counter)
 
-    def count_iteration(self, schedule: Schedule, shape: DecodeShape | None) -> None:
-        """Count a dispatched iteration; ``shape`` is that of its decode, if it had one."""
+    def count_iteration(
+        self, schedule: Schedule, shape: DecodeShape | None, tile: int | None
+    ) -> None:
+        """Count a dispatched iteration.
+
+        ``shape`` is that of its decode, if it had one; ``tile`` the read's, None for a rectangle.
+        """
         self.num_steps += 1
         self.scheduled_tokens += schedule.num_tokens
         if shape is not None:
-            self.decode_replays[shape.rows] += 1
-            self.padded_rows += shape.rows - len(schedule.decode)
+            rows = len(schedule.decode)
+            self.replays[shape] += 1
+            self.padded_rows += shape.rows - rows
+            read = shape.cells if tile is None else rows * round_up(schedule.width, tile)
+            self.padded_cells += read - rows * schedule.width
         for chunk in schedule.chunks:
             # A recomputed prompt comes with output behind it.
             if chunk.samples and not chunk.request.output_token_ids:
@@ -47,5 +57,13 @@ class Totals:
             generation_tokens=self.generation_tokens,
             scheduled_tokens=self.scheduled_tokens,
             padded_rows=self.padded_rows,
-            decode_replays=MappingProxyType(dict(self.decode_replays)),
+            padded_cells=self.padded_cells,
+            decode_replays=MappingProxyType(self._by_rows()),
+            shape_replays=MappingProxyType(dict(self.replays)),
         )
+
+    def _by_rows(self) -> dict[int, int]:
+        by_rows: dict[int, int] = {}
+        for shape, steps in self.replays.items():
+            by_rows[shape.rows] = by_rows.get(shape.rows, 0) + steps
+        return by_rows

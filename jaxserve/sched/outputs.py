@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from jaxserve.plan.buckets import DecodeShape
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -47,8 +49,9 @@ class EngineStats:
     ``num_waiting`` includes preempted requests. ``prompt_tokens`` counts prompt tokens of
     requests whose prompt was computed (a recomputed prompt counts once), ``generation_tokens``
     tokens given to requests. ``scheduled_tokens`` counts every token a step computed, recomputed
-    ones included. ``decode_replays`` maps a decode row bucket to the steps run at it, and
-    ``padded_rows`` sums the rows of those steps that held no request.
+    ones included. ``shape_replays`` maps a decode shape to the steps run at it and
+    ``decode_replays`` its rows; ``padded_rows`` sums the rows of those steps that held no request,
+    and ``padded_cells`` the (row, key) pairs read for nobody, as if each row were the longest.
     """
 
     num_running: int = 0
@@ -61,9 +64,25 @@ class EngineStats:
     generation_tokens: int = 0
     scheduled_tokens: int = 0
     padded_rows: int = 0
+    padded_cells: int = 0
     decode_replays: Mapping[int, int] = field(default_factory=dict)
+    shape_replays: Mapping[DecodeShape, int] = field(default_factory=dict)
 
     @property
     def kv_cache_usage(self) -> float:
         """Share of the blocks in use, in [0, 1]."""
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutableStats:
+    """The compiled list: how many are planned and how many of those ran at least once.
+
+    ``compile_seconds`` sums tracing, lowering and compiling over all executables of this process,
+    threads side by side. ``compiles_after_ready`` counts shapes compiled after the boot.
+    """
+
+    planned: int = 0
+    ready: int = 0
+    compile_seconds: float = 0.0
+    compiles_after_ready: int = 0

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxserve.sched.outputs import EngineStats, RequestUpdate
+from jaxserve.sched.outputs import EngineStats, ExecutableStats, RequestUpdate
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -37,23 +37,39 @@ def _up_to(limit: int) -> list[int]:
 class _EngineCollector(Collector):
     """Turns the engine's latest totals into samples when scraped."""
 
-    def __init__(self, prefix: str, model_name: str) -> None:
+    def __init__(
+        self, prefix: str, model_name: str, executables: Callable[[], ExecutableStats]
+    ) -> None:
         self.stats = EngineStats()
+        self._executables = executables
         self._prefix = prefix
         self._model_name = model_name
 
     def collect(self) -> Iterable[Metric]:
         stats = self.stats
+        compiled = self._executables()
         gauges = (
             ("num_requests_running", "Requests in decode rows or prefill.", stats.num_running),
             ("num_requests_waiting", "Requests in the queue.", stats.num_waiting),
             ("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.", stats.kv_cache_usage),
+            ("executables_planned", "Executables the boot planned.", compiled.planned),
+            ("executables_ready", "Planned executables that have run.", compiled.ready),
         )
         counters = (
             ("num_preemptions", "Requests sent back to the queue.", stats.num_preemptions),
             ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens),
             ("padded_rows", "Decode rows computed for no request.", stats.padded_rows),
+            (
+                "compile_seconds",
+                "Seconds traced, lowered and compiled, all threads together.",
+                compiled.compile_seconds,
+            ),
+            (
+                "compiles_after_ready",
+                "Shapes compiled in front of a request.",
+                compiled.compiles_after_ready,
+            ),
         )
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(self._prefix + name, text, labels=["model_name"])
@@ -82,11 +98,12 @@ class Metrics:
         *,
         max_model_len: int,
         prefix: str = "jaxserve",
+        executables: Callable[[], ExecutableStats] = ExecutableStats,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector(f"{prefix}:", model_name)
+        self._engine = _EngineCollector(f"{prefix}:", model_name, executables)
         self._registry.register(self._engine)
         self._scheduled_tokens = 0
 

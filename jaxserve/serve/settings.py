@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import BootConfig, EngineConfig
 from jaxserve.errors import ConfigError
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -71,4 +71,5 @@ class ServeSettings:
     engine: EngineConfig
     checkpoint: CheckpointSettings
     server: ServerSettings
+    boot: BootConfig = field(default_factory=BootConfig)
     plan: PlanSettings | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import BootConfig, EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.serve.settings import CheckpointSettings, ServerSettings
 
@@ -37,6 +37,8 @@ def test_without_flags_the_records_own_defaults_hold():
     assert settings.engine == EngineConfig()
     assert settings.checkpoint == CheckpointSettings()
     assert settings.server == ServerSettings()
+    cache_dir = Path.home() / ".cache" / "jaxserve" / "executables"
+    assert settings.boot == BootConfig(compile_cache_dir=cache_dir)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +81,42 @@ def test_without_flags_the_records_own_defaults_hold():
         (["--kv-cache-bytes", "9"], "engine.kv_cache_memory_bytes", 9),
         (["--attention-backend", "streamed"], "engine.attention_backend", "streamed"),
         (["--seed", "7"], "engine.seed", 7),
+        (["--plan"], "plan.format", "text"),
+        (["--plan", "--format", "json"], "plan.format", "json"),
+        (["--plan", "--target", "h200"], "plan.target", "h200"),
+        (["--plan", "--compile-cache-dir", "here"], "plan.build_into", Path("here")),
+        (["--plan"], "plan.build_into", None),
+        (["--no-warm"], "boot.warm", False),
+        (["--warm-rows", "4"], "boot.warm_rows", 4),
+        (["--warm-width", "256"], "boot.warm_width", 256),
+        (["--allow-late-compile"], "boot.allow_late_compile", True),
+        (["--compile-cache-dir", "/tmp/x"], "boot.compile_cache_dir", Path("/tmp/x")),
+        (["--compile-cache-dir", "none"], "boot.compile_cache_dir", None),
     ],
 )
 def test_a_flag_and_its_aliases_set_one_field(argv, field, value):
     record, name = field.split(".")
     assert getattr(getattr(parse(*argv), record), name) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "switches"),
+    [
+        ([], (True, True, True)),
+        (["--cuda-graphs"], (True, True, True)),
+        (["--no-cuda-graphs"], (False, False, False)),
+        (["--enforce-eager"], (True, False, False)),
+    ],
+)
+def test_one_flag_sets_the_three_switches(argv, switches):
+    engine = parse(*argv).engine
+    assert (engine.bucket_decode, engine.persist_inputs, engine.capture_decode) == switches
+
+
+def test_the_cache_follows_xdg_and_a_relative_root_is_ignored():
+    found = parse(XDG_CACHE_HOME="/caches").boot.compile_cache_dir
+    assert found == Path("/caches/jaxserve/executables")
+    assert parse(XDG_CACHE_HOME="caches").boot == parse().boot
 
 
 def test_the_environments_key_counts_unless_a_flag_gives_one():
@@ -121,6 +154,8 @@ def test_a_chat_template_may_be_a_file(tmp_path):
         (["--shutdown-grace", "inf"], "--shutdown-grace", "e.g. 30"),
         (["--max-queued-requests", "-1"], "--max-queued-requests", "e.g. 1024"),
         (["--metrics-prefix", "a b"], "--metrics-prefix", "e.g. vllm"),
+        (["--warm-rows", "0"], "--warm-rows", "at least 1"),
+        (["--enforce-eager", "--cuda-graphs"], "--enforce-eager", "leave --cuda-graphs"),
     ],
 )
 def test_a_wrong_value_is_one_line_with_the_flag_and_a_value_that_works(argv, flag, works):
