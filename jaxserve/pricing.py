@@ -10,124 +10,119 @@ import jax
 
 from jaxserve.boot import resolve
 from jaxserve.checkpoint.load import Checkpoint
-from jaxserve.config import EngineConfig
-from jaxserve.model.attention import decode_tile
-from jaxserve.plan.buckets import DecodeBuckets, PrefillBuckets
+from jaxserve.config import BootConfig, EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.plan.buckets import PrefillBuckets
 from jaxserve.plan.capture import plan_capture
 from jaxserve.plan.compiled import CompiledFigures, Key
-from jaxserve.plan.pool import DeviceMemory, KVPoolPlan, kv_bytes_per_block, plan_kv_pool
+from jaxserve.plan.pool import DeviceMemory, kv_bytes_per_block, plan_kv_pool
 from jaxserve.plan.price import weight_bytes
 from jaxserve.plan.price_list import PriceList, price_list
-from jaxserve.plan.units import MIB
-from jaxserve.runtime.compiler import compile_executables
+from jaxserve.runtime.compiler import StepCompiler
+from jaxserve.runtime.cross_compile import Build
 from jaxserve.runtime.executables import StepShapes
+from jaxserve.runtime.sizing import (
+    RESERVE_BYTES,
+    decode_buckets,
+    device_memory,
+    host_bytes,
+    step_shapes,
+)
 from jaxserve.runtime.targets import GpuTarget, compile_for_target, load_target
 
-# Held back on a device for what no plan counts: the runtime's context, inputs, fragmentation.
-_RESERVE_BYTES = 512 * MIB
 # Whose bandwidth the least times are stated at where no target is named.
 _REFERENCE = "h200"
-
-Progress = Callable[[str, int, int], None]
 
 
 def price_deployment(
     checkpoint: Checkpoint,
     config: EngineConfig,
+    boot: BootConfig,
     target: GpuTarget | None = None,
     *,
-    progress: Progress = lambda what, done, total: None,
+    build: Build | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> PriceList:
-    """What a boot of ``checkpoint`` under ``config`` would decide, compile and hold.
+    """What a boot of ``checkpoint`` would decide, compile and hold.
 
     With a ``target`` every executable is compiled for it, on a machine that need not have one, and
-    the pool is sized to its memory. Without, everything is arithmetic and this machine's device is
-    asked for nothing but its memory, and only where ``config`` leaves the pool's size open.
-    Raises BootError.
+    the pool is sized to its memory; a ``build`` keeps them. Without, everything is arithmetic, and
+    this machine's device is asked for nothing but its memory, and for that only where ``config``
+    leaves the pool's size open. Raises BootError.
     """
+    if not config.capture_decode:
+        raise ConfigError(
+            "--plan: a server that compiles no list has no prices; keep --cuda-graphs"
+        )
     model = checkpoint.config
     config = resolve(config, model, jax.default_backend() if target is None else "cuda")
-    streamed = config.attention_backend != "rectangle"
-    decode = DecodeBuckets(
-        config.max_num_seqs,
-        config.max_model_len,
-        streamed=streamed,
-        tile=decode_tile(config.block_size, config.blocks_per_row) if streamed else None,
+    buckets = decode_buckets(config)
+    capture = plan_capture(
+        buckets, num_heads=model.num_heads, max_rows=boot.warm_rows, max_width=boot.warm_width
     )
-    prefill = PrefillBuckets(config.max_num_batched_tokens)
-    capture = plan_capture(decode, num_heads=model.num_heads)
-    shapes = StepShapes(
-        model=model,
-        dtype=config.dtype,
-        backend=config.attention_backend,
-        num_blocks=config.blocks_per_row + 1,
-        block_size=config.block_size,
-        blocks_per_row=config.blocks_per_row,
-        max_num_seqs=config.max_num_seqs,
-        decode=capture.shapes,
-        prefill_tokens=prefill.tokens,
-    )
+    shapes = step_shapes(model, config, capture.shapes, config.blocks_per_row + 1)
 
-    def compile_list(what: str, shapes: StepShapes) -> Mapping[Key, CompiledFigures]:
-        assert target is not None
+    def compile_list(
+        target: GpuTarget, shapes: StepShapes, build: Build | None = None
+    ) -> Mapping[Key, CompiledFigures]:
         return compile_for_target(
             target,
             shapes,
             workers=os.cpu_count() or 1,
-            progress=lambda done, total: progress(what, done, total),
+            build=build,
+            progress=lambda done, total: progress(f"compiling for {target.device}", done, total),
+            report=report,
         )
 
-    pool = _plan_pool(config, shapes, target, compile_list)
-    reference = target or load_target(_REFERENCE)
+    device = None
+    if config.num_blocks is None and config.kv_cache_memory_bytes is None:
+        if target is None:
+            device = _memory_here(config, shapes)
+        else:
+            figures = compile_list(target, _largest(shapes))
+            device = DeviceMemory(  # nobody else on it
+                total_bytes=target.memory_bytes,
+                weight_bytes=weight_bytes(model, config.dtype),
+                workspace_bytes=max(made.temp_bytes for made in figures.values()),
+                reserve_bytes=RESERVE_BYTES,
+            )
+    pool = plan_kv_pool(
+        config,
+        kv_bytes_per_block(model, config.block_size, config.dtype),
+        device=device,
+        host_bytes=host_bytes(),
+    )
+    compiled = None
+    if target is not None:
+        compiled = compile_list(target, replace(shapes, num_blocks=pool.num_blocks), build)
+    reference = load_target(_REFERENCE) if target is None else target
     return price_list(
         checkpoint.name,
         model,
         config,
         pool,
         capture,
-        decode,
-        prefill,
+        buckets,
+        PrefillBuckets(config.max_num_batched_tokens),
         bandwidth=reference.bandwidth,
         bandwidth_of=reference.device,
         target=None if target is None else target.device,
-        compiled=None
-        if target is None
-        else compile_list("compiling", replace(shapes, num_blocks=pool.num_blocks)),
+        compiled=compiled,
     )
 
 
-def _plan_pool(
-    config: EngineConfig,
-    shapes: StepShapes,
-    target: GpuTarget | None,
-    compile_list: Callable[[str, StepShapes], Mapping[Key, CompiledFigures]],
-) -> KVPoolPlan:
-    """The pool a boot would plan on ``target``, or here."""
-    bytes_per_block = kv_bytes_per_block(shapes.model, config.block_size, config.dtype)
-    if config.num_blocks is not None or config.kv_cache_memory_bytes is not None:
-        return plan_kv_pool(config, bytes_per_block)
-    weights = weight_bytes(shapes.model, shapes.dtype)
-    # Workspace grows with rows and tokens, and not with the pool.
-    largest = replace(shapes, decode=shapes.decode[-1:], prefill_tokens=shapes.prefill_tokens[-1:])
-    if target is not None:
-        figures = compile_list("compiling the largest", largest)
-        device = DeviceMemory(
-            total_bytes=target.memory_bytes,
-            weight_bytes=weights,
-            workspace_bytes=max(made.temp_bytes for made in figures.values()),
-            reserve_bytes=_RESERVE_BYTES,
-        )
-        return plan_kv_pool(config, bytes_per_block, device=device)
+def _largest(shapes: StepShapes) -> StepShapes:
+    """The steps of most rows and of most tokens, which need the most workspace."""
+    return replace(shapes, decode=shapes.decode[-1:], prefill_tokens=shapes.prefill_tokens[-1:])
+
+
+def _memory_here(config: EngineConfig, shapes: StepShapes) -> DeviceMemory | None:
+    """This device's memory without the weights in it, None where it reports none (CPUs)."""
     stats = jax.local_devices()[0].memory_stats()
     if stats is None:
-        half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        return plan_kv_pool(config, bytes_per_block, host_bytes=half)
-    limit = stats["bytes_limit"]  # this process's share of the whole
-    device = DeviceMemory(
-        total_bytes=int(limit / config.gpu_memory_utilization),
-        weight_bytes=weights,
-        workspace_bytes=compile_executables(largest).temp_bytes,
-        reserve_bytes=_RESERVE_BYTES,
-        free_bytes=limit - stats["bytes_in_use"] - weights,  # they are not resident yet
-    )
-    return plan_kv_pool(config, bytes_per_block, device=device)
+        return None
+    compiler = StepCompiler(shapes=shapes, platform=jax.default_backend())
+    memory = device_memory(config, shapes.model, stats, compiler.workspace_bytes())
+    assert memory.free_bytes is not None  # it has just been read
+    return replace(memory, free_bytes=memory.free_bytes - memory.weight_bytes)

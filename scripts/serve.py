@@ -151,11 +151,14 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> ServeSettings
         given["chat_template"] = _chat_template(given["chat_template"])
 
     given |= _switches(given.pop("cuda_graphs", None), given.pop("enforce_eager", False))
+    named_cache = "compile_cache_dir" in given
     given["compile_cache_dir"] = _cache_dir(given.get("compile_cache_dir"), environ)
 
     def of(record: type[Any]) -> Any:
         return record(**{f.name: given[f.name] for f in fields(record) if f.name in given})
 
+    if named_cache:  # a plan fills no cache that was not named
+        given["build_into"] = given["compile_cache_dir"]
     for name in ("format", "target"):
         if name in given and "plan" not in given:
             raise ConfigError(f"--{name} {given[name]}: says how --plan prints; add --plan")
@@ -209,14 +212,26 @@ def _print_plan(settings: ServeSettings, plan: PlanSettings) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxserve.checkpoint.load import load_checkpoint
     from jaxserve.pricing import price_deployment
+    from jaxserve.runtime.cross_compile import Build
     from jaxserve.runtime.targets import load_target
 
+    build = None
+    if plan.build_into is not None:
+        build = Build(plan.build_into, os.environ.get("XLA_FLAGS", ""))
     try:
         target = None if plan.target is None else load_target(plan.target)
         checkpoint = load_checkpoint(  # no weights are read
             settings.checkpoint.model, load_format="dummy", progress=_ProgressBar()
         )
-        prices = price_deployment(checkpoint, settings.engine, target, progress=_ProgressBar())
+        prices = price_deployment(
+            checkpoint,
+            settings.engine,
+            settings.boot,
+            target,
+            build=build,
+            progress=_ProgressBar(),
+            report=lambda line: print(line, file=sys.stderr),
+        )
     except BootError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 1

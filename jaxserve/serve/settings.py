@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from jaxserve.config import BootConfig, EngineConfig
@@ -58,10 +59,15 @@ class ServerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """How to print the price list. ``target`` names a GPU, or a file, to compile for."""
+    """How to print the price list.
+
+    ``target`` names a GPU, or a file, to compile for, and ``build_into`` a compile cache that keeps
+    what was compiled.
+    """
 
     format: Literal["text", "json"] = "text"
     target: str | None = None
+    build_into: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,13 +75,14 @@ def test_256_rows_of_8192_tokens_are_576_shapes_on_a_rectangle_and_9_streamed(
 
 
 def test_as_text_it_is_the_boots_two_lines_a_table_and_a_total(model):
-    done = serve(model, "--plan", *SIZED)
+    done = serve(model, "--plan", *SIZED, "--warm-rows", "64")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[1].startswith("KV pool: ")
-    assert lines[2].startswith("capture list: all 9 shapes, up to 256 rows x 8192 tokens")
-    assert any(line.strip().startswith("decode 256x8192") for line in lines)
-    assert lines[-1].startswith("total: 15 executables; ")
+    assert lines[2].startswith("capture list: 7 of 9 shapes, up to 64 rows x 8192 tokens")
+    decodes = [line.split()[1] for line in lines if line.strip().startswith("decode ")]
+    assert decodes == [f"{2**i}x8192" for i in range(7)]
+    assert lines[-1].startswith("total: 13 executables; ")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,11 @@ def test_as_text_it_is_the_boots_two_lines_a_table_and_a_total(model):
             ["--plan", "--target", "h300"],
             1,
             "--target h300: No such file or directory; use a100, h200, l40 or a GPU target file",
+        ),
+        (
+            ["--plan", "--no-cuda-graphs"],
+            1,
+            "--plan: a server that compiles no list has no prices; keep --cuda-graphs",
         ),
     ],
 )
