@@ -84,6 +84,8 @@ def test_without_flags_the_records_own_defaults_hold():
         (["--plan"], "plan.format", "text"),
         (["--plan", "--format", "json"], "plan.format", "json"),
         (["--plan", "--target", "h200"], "plan.target", "h200"),
+        (["--plan", "--compile-cache-dir", "here"], "plan.build_into", Path("here")),
+        (["--plan"], "plan.build_into", None),
         (["--no-warm"], "boot.warm", False),
         (["--warm-rows", "4"], "boot.warm_rows", 4),
         (["--warm-width", "256"], "boot.warm_width", 256),
