@@ -53,6 +53,7 @@ class _Flight:
     """A dispatched iteration that is not read back."""
 
     schedule: Schedule
+    shape: DecodeShape | None
     decode: Pending | None
     prefill: Pending | None
 
@@ -99,6 +100,7 @@ class Engine:
         self._live: set[str] = set()
         self._aborts: list[RequestUpdate] = []
         self._flight: _Flight | None = None
+        self._read_at: float | None = None  # when the iteration before was read; None: idle
         self._fault: BaseException | None = None
 
     def add_request(
@@ -212,10 +214,11 @@ class Engine:
             )
             prefill = self._runner.prefill(batch)
         self._totals.count_iteration(schedule, shape, self._tile)
-        return _Flight(schedule, decode, prefill)
+        return _Flight(schedule, shape, decode, prefill)
 
     def _commit(self, flight: _Flight | None) -> list[RequestUpdate]:
         if flight is None:
+            self._read_at = None
             return []
         sampled: list[tuple[Request, int]] = []
         if flight.decode is not None:
@@ -227,6 +230,9 @@ class Engine:
             chunks = zip(flight.schedule.chunks, tokens, strict=False)
             sampled += [(chunk.request, token) for chunk, token in chunks if chunk.samples]
         now = self._clock()
+        if self._read_at is not None and flight.shape is not None and flight.prefill is None:
+            self._totals.count_decode_step(flight.shape.rows, now - self._read_at)
+        self._read_at = now
         # What ended meanwhile has its token dropped.
         return [self._commit_token(r, t, now) for r, t in sampled if r.finish_reason is None]
 

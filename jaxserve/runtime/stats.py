@@ -23,6 +23,7 @@ class Totals:
     padded_rows: int = 0
     padded_cells: int = 0
     replays: Counter[DecodeShape] = field(default_factory=Counter)
+    decode_steps: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def count_iteration(
         self, schedule: Schedule, shape: DecodeShape | None, tile: int | None
@@ -44,6 +45,11 @@ class Totals:
             if chunk.samples and not chunk.request.output_token_ids:
                 self.prompt_tokens += len(chunk.request.prompt_token_ids)
 
+    def count_decode_step(self, rows: int, seconds: float) -> None:
+        """Count a step that only decoded, and how long after the step before it was read back."""
+        steps, total = self.decode_steps.get(rows, (0, 0.0))
+        self.decode_steps[rows] = (steps + 1, total + seconds)
+
     def snapshot(self, scheduler: Scheduler) -> EngineStats:
         """The totals beside the scheduler's gauges, frozen."""
         return EngineStats(
@@ -59,6 +65,7 @@ class Totals:
             padded_rows=self.padded_rows,
             padded_cells=self.padded_cells,
             decode_replays=MappingProxyType(self._by_rows()),
+            decode_step_seconds=MappingProxyType(dict(self.decode_steps)),
             shape_replays=MappingProxyType(dict(self.replays)),
         )
 

@@ -52,6 +52,9 @@ class EngineStats:
     ones included. ``shape_replays`` maps a decode shape to the steps run at it and
     ``decode_replays`` its rows; ``padded_rows`` sums the rows of those steps that held no request,
     and ``padded_cells`` the (row, key) pairs read for nobody, as if each row were the longest.
+    ``decode_step_seconds`` maps a decode row bucket to a count of steps that did nothing else and
+    their seconds, each from the reading of the step before it: the loop is busy, so that is the
+    longer of what the device and what the host took.
     """
 
     num_running: int = 0
@@ -67,6 +70,7 @@ class EngineStats:
     padded_cells: int = 0
     decode_replays: Mapping[int, int] = field(default_factory=dict)
     shape_replays: Mapping[DecodeShape, int] = field(default_factory=dict)
+    decode_step_seconds: Mapping[int, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def kv_cache_usage(self) -> float:

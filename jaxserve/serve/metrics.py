@@ -6,7 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from jaxserve.sched.outputs import EngineStats, ExecutableStats, RequestUpdate
@@ -87,6 +92,14 @@ class _EngineCollector(Collector):
         for rows, count in sorted(stats.decode_replays.items()):
             replays.add_metric([self._model_name, str(rows)], count)
         yield replays
+        steps = SummaryMetricFamily(
+            f"{self._prefix}decode_step_seconds",
+            "Between two steps' tokens, where the second only decoded, by row bucket.",
+            labels=["model_name", "rows"],
+        )
+        for rows, (count, seconds) in sorted(stats.decode_step_seconds.items()):
+            steps.add_metric([self._model_name, str(rows)], count, seconds)
+        yield steps
 
 
 class Metrics:

@@ -322,3 +322,32 @@ def test_stats_count_what_was_done():
     # One prefill of 15, a decode of three in a bucket of 4, a decode of two in a bucket of 2.
     assert (stats.num_steps, stats.scheduled_tokens) == (3, 15 + 3 + 2)
     assert (stats.padded_rows, dict(stats.decode_replays)) == (1, {4: 1, 2: 1})
+
+
+def test_a_step_that_only_decodes_is_timed_from_the_reading_of_the_step_before_it():
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += 1.0
+        return now
+
+    engine, _ = build(clock=clock)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    for _ in range(2):
+        engine.add_request("a", [1, 2, 3], params)
+        while engine.has_unfinished_requests():
+            engine.step()
+    # The first token is a prefill's; the clock ticks for each schedule and each reading.
+    assert dict(engine.stats().decode_step_seconds) == {1: (6, 12.0)}
+
+
+def test_the_shapes_and_the_cells_read_for_nobody_are_counted():
+    engine, _ = build()
+    engine.add_request("a", [1] * 17, SamplingParams(max_tokens=3, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+    stats = engine.stats()
+    # Contexts of 18 and 19 tokens on a rectangle of widths 16, 32, ...
+    assert dict(stats.shape_replays) == {DecodeShape(1, 32): 2}
+    assert stats.padded_cells == (32 - 18) + (32 - 19)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.sched.outputs import EngineStats, RequestTimings, RequestUpdate
+from jaxserve.sched.outputs import EngineStats, ExecutableStats, RequestTimings, RequestUpdate
 from jaxserve.serve.metrics import Metrics
 
 
@@ -88,6 +88,7 @@ def test_the_engines_totals_are_what_is_scraped():
             scheduled_tokens=scheduled,
             padded_rows=6,
             decode_replays={2: 5, 8: 1},
+            decode_step_seconds={2: (4, 0.5)},
         )
         metrics.observe_step(stats, [ended] if scheduled == 40 else [])
     seen = samples(metrics)
@@ -99,8 +100,24 @@ def test_the_engines_totals_are_what_is_scraped():
     assert seen["jaxserve:generation_tokens_total",] == 10
     assert seen["jaxserve:padded_rows_total",] == 6
     assert seen["jaxserve:executable_replays_total", "2"] == 5
+    assert seen["jaxserve:decode_step_seconds_count", "2"] == 4
+    assert seen["jaxserve:decode_step_seconds_sum", "2"] == 0.5
     assert seen["jaxserve:iteration_tokens_total_count",] == 2
     assert seen["jaxserve:iteration_tokens_total_sum",] == 100
     assert seen["jaxserve:request_queue_time_seconds_sum",] == 0.5
     assert seen["jaxserve:request_prefill_time_seconds_sum",] == 0.25
     assert seen["jaxserve:request_decode_time_seconds_sum",] == 2.0
+
+
+def test_the_list_of_executables_is_asked_for_when_it_is_scraped():
+    now = [ExecutableStats(planned=10, ready=4, compile_seconds=2.5)]
+    metrics = Metrics("tiny", max_model_len=100, executables=lambda: now[0])
+    seen = samples(metrics)
+    assert seen["jaxserve:executables_planned",] == 10
+    assert seen["jaxserve:executables_ready",] == 4
+    assert seen["jaxserve:compile_seconds_total",] == 2.5
+    assert seen["jaxserve:compiles_after_ready_total",] == 0
+    now[0] = ExecutableStats(planned=10, ready=10, compile_seconds=3.5, compiles_after_ready=1)
+    seen = samples(metrics)
+    assert seen["jaxserve:executables_ready",] == 10
+    assert seen["jaxserve:compiles_after_ready_total",] == 1
