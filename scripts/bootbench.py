@@ -1,13 +1,18 @@
-"""Price the capture list of common deployments, by arithmetic: what is wanted, kept and trimmed.
+"""What a boot costs: common deployments priced by arithmetic, and with --measure a real one.
 
-python scripts/bootbench.py [--csv PATH]
+python scripts/bootbench.py [--csv PATH] [--measure [--measured-csv PATH] [flags of serve.py]]
+
+--measure boots a server twice, each time in a new process: cold, with an empty compile cache, and
+warm, with the cache the cold boot left. Both find the weights' file as the system has it.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +20,7 @@ from jaxserve.plan.buckets import DecodeBuckets
 from jaxserve.plan.capture import DEFAULT_CAPTURE_LIMIT, plan_capture
 from jaxserve.plan.report import format_table
 from jaxserve.plan.units import MIB
+from server_process import ServerDied, serving
 
 NUM_HEADS = 32
 MILLISECONDS_PER_SHAPE = 50  # a stated price, not a measured one
@@ -47,6 +53,10 @@ TRIM_HEADER = (
     "in a client's latency",
     "saved at startup",
 )
+# Phases of a boot that a compile cache is there to shorten. "plan" is one of them: on a GPU the
+# workspace that the pool leaves room for comes from compiling the largest steps.
+COMPILE_PHASES = ("plan", "trace", "compile", "load")
+MEASURED_HEADER = ("phase", "cold s", "warm s", "warm / cold")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +131,75 @@ def trim_row(d: Deployment) -> tuple[str, ...]:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print both tables; with --csv, write their figures, one line a deployment."""
-    parser = argparse.ArgumentParser(description="Price the capture list of common deployments.")
-    parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the figures here")
-    args = parser.parse_args(argv)
+@dataclass(frozen=True)
+class MeasuredBoots:
+    """Seconds by phase of two boots of one server, from exec to ready, in the order they come."""
+
+    cold: Mapping[str, float]
+    warm: Mapping[str, float]
+
+    @property
+    def compile_seconds(self) -> tuple[float, float]:
+        """What COMPILE_PHASES took, cold and warm."""
+        cold, warm = (sum(b.get(p, 0.0) for p in COMPILE_PHASES) for b in (self.cold, self.warm))
+        return cold, warm
+
+    @property
+    def compile_ratio(self) -> float:
+        """The warm boot's compile phases as a share of the cold one's."""
+        cold, warm = self.compile_seconds
+        return warm / cold
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Lines under MEASURED_HEADER: every phase, the compile phases together, and all of it."""
+        rows = [(phase, s, self.warm.get(phase, 0.0)) for phase, s in self.cold.items()]
+        rows.append(("+".join(COMPILE_PHASES), *self.compile_seconds))
+        rows.append(("exec to ready", sum(self.cold.values()), sum(self.warm.values())))
+        return [
+            (phase, f"{cold:.2f}", f"{warm:.2f}", f"{warm / cold:.1%}" if cold else "-")
+            for phase, cold, warm in rows
+        ]
+
+    def records(self) -> list[dict[str, str | float]]:
+        """The CSV's lines: boot, phase, seconds."""
+        return [
+            {"boot": boot, "phase": phase, "seconds": seconds}
+            for boot, phases in (("cold", self.cold), ("warm", self.warm))
+            for phase, seconds in phases.items()
+        ]
+
+
+def measure(flags: Sequence[str], report: Callable[[str], None]) -> MeasuredBoots:
+    """Boot `serve.py flags` twice over one compile cache that starts empty. Raises ServerDied."""
+    with tempfile.TemporaryDirectory(prefix="bootbench-") as cache:
+        cached = [*flags, "--compile-cache-dir", cache]
+        boots = []
+        for name in ("cold", "warm"):
+            with serving(cached, report=lambda line, name=name: report(f"{name}: {line}")) as it:
+                boots.append(it.health()["boot_seconds"])
+    return MeasuredBoots(*boots)
+
+
+def _write_csv(path: Path, records: Sequence[Mapping[str, object]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables, write the CSVs asked for; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description="What a boot costs, by arithmetic; with --measure also by the clock.",
+        epilog="with --measure every other flag goes to serve.py",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the priced figures")
+    parser.add_argument("--measure", action="store_true", help="boot a server, cold and warm")
+    parser.add_argument("--measured-csv", type=Path, metavar="PATH", help="and write its seconds")
+    args, flags = parser.parse_known_args(argv)
+    if flags and not args.measure:
+        parser.error(f"{flags[0]}: add --measure, whose server gets the flags unknown here")
     deployments = [price(slots, context) for slots, context in DEPLOYMENTS]
     print(
         f"what a deployment asks for, against a limit of {DEFAULT_CAPTURE_LIMIT} "
@@ -135,11 +209,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\nand the other side of that trim, per request generating to the full context:")
     print(format_table(TRIM_HEADER, [trim_row(d) for d in deployments]))
     if args.csv is not None:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(asdict(deployments[0])), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(asdict(d) for d in deployments)
+        _write_csv(args.csv, [asdict(d) for d in deployments])
+    if not args.measure:
+        return 0
+    try:
+        boots = measure(flags, lambda line: print(line, file=sys.stderr, flush=True))
+    except ServerDied as error:
+        print(f"bootbench.py: {error}", file=sys.stderr)
+        return 1
+    print(f"\nmeasured, serve.py {' '.join(flags) or 'without flags'}, each boot a new process:")
+    print(format_table(MEASURED_HEADER, boots.table()))
+    print(f"the warm boot's compile phases take {boots.compile_ratio:.3f} of the cold boot's")
+    if args.measured_csv is not None:
+        _write_csv(args.measured_csv, boots.records())
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
