@@ -1,0 +1,360 @@
+"""A load through the socket, and what its clients wait for: TTFT and inter-token latency.
+
+python scripts/servebench.py [flags] [flags of serve.py]
+python scripts/servebench.py --url http://host:port [flags]
+
+Without --url it starts one server after another, each in a process of its own:
+
+* exact: every shape is compiled when it is first met (serve.py --no-cuda-graphs);
+* bucketed: so is every bucket (--enforce-eager);
+* aot: everything is compiled and run once before the first request.
+
+A client is one request; there are --concurrency at a time, the next starts when one ends. TTFT is
+from sending it to its first text, inter-token latency from one piece of text to the next of the
+same client. Prompts are drawn from --seed and are the same for every server. Every stream's usage
+must be what was asked for, and all of them together what the server says it generated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import json
+import re
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from server_process import ServerDied, serving
+
+from jaxserve.plan.report import format_table
+
+ARMS = {"exact": ("--no-cuda-graphs",), "bucketed": ("--enforce-eager",), "aot": ()}
+# Tokenised by the server; prompts are drawn from the ids.
+PASSAGE = (
+    "The harbour wakes before the town does. Ropes creak, gulls argue over the morning's first "
+    "crates, and someone counts barrels aloud while the tide turns under the pier."
+)
+HEADER = (
+    "arm",
+    "ready s",
+    "tokens/s",
+    "TTFT p50 ms",
+    "p99",
+    "ITL p50 ms",
+    "p99",
+    "compiles",
+    "clients that met one",
+    "most for one",
+)
+
+
+class BenchError(Exception):
+    """The server did not do what was asked; the message says what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is asked of a server; lengths are tokens."""
+
+    requests: int
+    concurrency: int
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientSaw:
+    """One request. ``times_s`` are when it was sent and when each piece of text came.
+
+    ``compiles`` is how many the server did meanwhile, None where it does not count them.
+    """
+
+    times_s: tuple[float, ...]
+    tokens: int
+    compiles: int | None
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first text."""
+        return self.times_s[1] - self.times_s[0]
+
+    @property
+    def gaps_s(self) -> tuple[float, ...]:
+        """Seconds between pieces of text."""
+        return tuple(b - a for a, b in zip(self.times_s[1:], self.times_s[2:], strict=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What all clients saw, in the order they ended, and the seconds and compiles of the whole."""
+
+    clients: tuple[ClientSaw, ...]
+    seconds: float
+    compiles: int | None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens streamed to all clients."""
+        return sum(client.tokens for client in self.clients)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One server under one load; the CSV's columns. None: the server does not say."""
+
+    arm: str
+    requests: int
+    concurrency: int
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+    ready_s: float | None
+    tokens_per_s: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    compiles: int | None
+    clients_that_met_one: int | None
+    most_for_one: int | None
+
+    def row(self) -> tuple[str, ...]:
+        """A line under HEADER."""
+        counts = (self.compiles, self.clients_that_met_one, self.most_for_one)
+        return (
+            self.arm,
+            "-" if self.ready_s is None else f"{self.ready_s:.1f}",
+            f"{self.tokens_per_s:.1f}",
+            *(f"{self.ttft_p50_ms:.0f}", f"{self.ttft_p99_ms:.0f}"),
+            *(f"{self.itl_p50_ms:.1f}", f"{self.itl_p99_ms:.1f}"),
+            *("-" if count is None else str(count) for count in counts),
+        )
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear between the two nearest ranks, as vLLM's bench has it. Raises BenchError if empty."""
+    if not values:
+        raise BenchError(
+            "no two pieces of text came from any one client: no latency to report, ask for more "
+            "--max-tokens"
+        )
+    return float(np.percentile(values, percent))
+
+
+def counter(metrics: str, suffix: str) -> float | None:
+    """The sum over the label sets of a counter in Prometheus text, whatever its prefix; else None.
+
+    >>> counter('jaxserve:generation_tokens_total{model_name="m"} 12.0', "generation_tokens_total")
+    12.0
+    """
+    pattern = rf"^\w*:?{re.escape(suffix)}(?:\{{[^\n]*\}})? (\S+)$"
+    found = re.findall(pattern, metrics, re.MULTILINE)
+    return sum(map(float, found)) if found else None
+
+
+async def events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events. Raises BenchError without a [DONE]."""
+    async for line in lines:
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+    raise BenchError("a stream ended without data: [DONE]")
+
+
+async def ask(
+    client: httpx.AsyncClient, model: str, prompt: Sequence[int], load: Load, index: int
+) -> ClientSaw:
+    """Stream one completion of exactly ``load.max_tokens`` tokens. Raises BenchError."""
+    body = {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": load.max_tokens,
+        "temperature": 1.0,
+        "seed": load.seed + index,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    before = await Counters.read(client)
+    times = [time.perf_counter()]
+    usage = None
+    async with client.stream("POST", "/v1/completions", json=body) as reply:
+        if reply.status_code != 200:
+            raise BenchError(f"status {reply.status_code}: {(await reply.aread()).decode()}")
+        async for event in events(reply.aiter_lines()):
+            if "error" in event:
+                raise BenchError(f"a stream failed: {event['error']['message']}")
+            if any(choice["text"] for choice in event["choices"]):
+                times.append(time.perf_counter())
+            usage = event.get("usage") or usage
+    after = await Counters.read(client)
+    if usage is None or usage["completion_tokens"] != load.max_tokens:
+        said = None if usage is None else usage["completion_tokens"]
+        raise BenchError(f"asked for {load.max_tokens} tokens, the stream's usage says {said}")
+    if not 1 < len(times) <= 1 + load.max_tokens:
+        raise BenchError(f"{len(times) - 1} pieces of text from {load.max_tokens} tokens")
+    return ClientSaw(
+        times_s=tuple(times),
+        tokens=usage["completion_tokens"],
+        compiles=_growth(before.compiles, after.compiles),
+    )
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the server counts; None: it does not."""
+
+    compiles: float | None
+    generated: float | None
+
+    @classmethod
+    async def read(cls, client: httpx.AsyncClient) -> Counters:
+        """As /metrics has them now."""
+        reply = await client.get("/metrics")
+        text = reply.text if reply.status_code == 200 else ""
+        return cls(
+            counter(text, "compiles_after_ready_total"), counter(text, "generation_tokens_total")
+        )
+
+
+async def run_load(
+    client: httpx.AsyncClient, load: Load, progress: Callable[[int], None] = lambda done: None
+) -> Outcome:
+    """Send all of ``load``; the server must have no other clients.
+
+    Raises BenchError, httpx.HTTPError.
+    """
+    model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+    reply = await client.post("/tokenize", json={"model": model, "prompt": PASSAGE})
+    ids = reply.raise_for_status().json()["tokens"]
+    prompts = np.random.default_rng(load.seed).choice(ids, (load.requests, load.prompt_tokens))
+    waiting = iter(enumerate(prompts.tolist()))
+    saw: list[ClientSaw] = []
+
+    async def one_after_another() -> None:
+        for index, prompt in waiting:
+            saw.append(await ask(client, model, prompt, load, index))
+            progress(len(saw))
+
+    before = await Counters.read(client)
+    start = time.perf_counter()
+    await asyncio.gather(*(one_after_another() for _ in range(load.concurrency)))
+    seconds = time.perf_counter() - start
+    after = await Counters.read(client)
+    compiles = _growth(before.compiles, after.compiles)
+    outcome = Outcome(clients=tuple(saw), seconds=seconds, compiles=compiles)
+    counted = _growth(before.generated, after.generated)
+    if counted is not None and counted != outcome.tokens:
+        raise BenchError(
+            f"the streams' usage is {outcome.tokens} tokens and the server counts {counted}: "
+            "it must have no other clients"
+        )
+    return outcome
+
+
+def _growth(before: float | None, after: float | None) -> int | None:
+    return None if before is None or after is None else int(after - before)
+
+
+def summarise(arm: str, load: Load, outcome: Outcome, ready_s: float | None) -> Result:
+    """The percentiles over all clients: of their first waits, and of all their gaps together."""
+    first = [client.ttft_s for client in outcome.clients]
+    gaps = [gap for client in outcome.clients for gap in client.gaps_s]
+    compiles = [c.compiles for c in outcome.clients if c.compiles is not None]
+    return Result(
+        arm=arm,
+        **asdict(load),
+        ready_s=ready_s,
+        tokens_per_s=outcome.tokens / outcome.seconds,
+        ttft_p50_ms=1e3 * percentile(first, 50),
+        ttft_p99_ms=1e3 * percentile(first, 99),
+        itl_p50_ms=1e3 * percentile(gaps, 50),
+        itl_p99_ms=1e3 * percentile(gaps, 99),
+        compiles=outcome.compiles,
+        clients_that_met_one=sum(c > 0 for c in compiles) if compiles else None,
+        most_for_one=max(compiles, default=None),
+    )
+
+
+def bench(arm: str, url: str, load: Load, ready_s: float | None = None) -> Result:
+    """Put ``load`` on the server at ``url``, with a line of progress on stderr."""
+
+    def progress(done: int) -> None:
+        end = "\n" if done == load.requests else "\r"
+        print(f"{arm}: {done} of {load.requests} requests", end=end, file=sys.stderr, flush=True)
+
+    async def run() -> Outcome:
+        limits = httpx.Limits(max_connections=load.concurrency + 1)
+        async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
+            return await run_load(client, load, progress)
+
+    return summarise(arm, load, asyncio.run(run()), ready_s)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="servebench.py",
+        description="TTFT and inter-token latency at p50 and p99, through the socket.",
+        epilog="every other flag goes to serve.py",
+        allow_abbrev=False,
+    )
+    whole = {"type": int, "metavar": "N"}
+    parser.add_argument("--requests", default=32, **whole, help="clients in all (32)")
+    parser.add_argument("--concurrency", default=8, **whole, help="clients at a time (8)")
+    parser.add_argument("--prompt-tokens", default=64, **whole, help="of each client (64)")
+    parser.add_argument("--max-tokens", default=64, **whole, help="generated for each client (64)")
+    parser.add_argument("--seed", default=0, type=int, help="of the prompts and the sampling (0)")
+    parser.add_argument("--url", help="measure this running server instead")
+    parser.add_argument("--arms", default=",".join(ARMS), help="which servers to start, and when")
+    parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the figures here")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, write the CSV asked for; returns the exit code."""
+    parser = _parser()
+    args, flags = parser.parse_known_args(argv)
+    load = Load(**{field.name: getattr(args, field.name) for field in fields(Load)})
+    if min(load.requests, load.concurrency, load.prompt_tokens, load.max_tokens) < 1:
+        parser.error("--requests, --concurrency, --prompt-tokens, --max-tokens: at least 1")
+    arms = args.arms.split(",")
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        parser.error(f"--arms {unknown[0]}: use {','.join(ARMS)} or some of them")
+    if args.url and flags:
+        parser.error(f"{flags[0]}: the server at --url runs already; leave the flag out")
+    results = []
+    try:
+        if args.url:
+            results.append(bench("url", args.url.rstrip("/").removesuffix("/v1"), load))
+        else:
+            for arm in arms:
+                print(f"{arm}: serve.py {' '.join([*flags, *ARMS[arm]])}", file=sys.stderr)
+                with serving([*flags, *ARMS[arm]]) as server:
+                    results.append(bench(arm, server.url, load, server.ready_s))
+    except (BenchError, ServerDied, httpx.HTTPError) as error:
+        print(f"servebench.py: {str(error) or type(error).__name__}", file=sys.stderr)
+        return 1
+    print(
+        f"{load.requests} requests, {load.concurrency} at a time, {load.prompt_tokens} prompt "
+        f"tokens, {load.max_tokens} generated, seed {load.seed}:"
+    )
+    print(format_table(HEADER, [result.row() for result in results]))
+    if args.csv is not None:
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [f.name for f in fields(Result)], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(asdict(result) for result in results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
