@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.model.linear import cpu_compiler_options
 from jaxserve.model.sampling import sample, truncate
 from jaxserve.plan.batch import SamplingRows
 
@@ -47,12 +48,12 @@ def kept_by_sorting(logits: np.ndarray, top_k: int, top_p: float, min_p: float) 
 
 @pytest.fixture(scope="module")
 def jitted_sample():
-    return jax.jit(sample)
+    return jax.jit(sample, compiler_options=cpu_compiler_options())
 
 
 @pytest.fixture(scope="module")
 def jitted_truncate():
-    return jax.jit(truncate)
+    return jax.jit(truncate, compiler_options=cpu_compiler_options())
 
 
 @given(
