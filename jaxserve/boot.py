@@ -169,7 +169,7 @@ def build_engine(
     laps.lap(
         *(
             (phase, sum(getattr(b, f"{phase}_s") for b in executables.all))
-            for phase in ("trace", "compile", "load")
+            for phase in ("trace", "compile", "load", "store")
         )
     )
     report("allocating the pool")

@@ -63,19 +63,26 @@ def entry_name(name: str, parts: Mapping[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def without_jax_cache() -> Iterator[None]:
-    """Compiles inside are real ones.
+def keepable_compiles() -> Iterator[None]:
+    """Compiles inside give executables that may be kept, and that load fast.
 
-    What comes out of JAX's own persistent cache serialises to bytes that fail when they run.
+    They are real ones: what comes out of JAX's own persistent cache serialises to bytes that fail
+    when they run. They carry no Python stack traces, which take most of the time of a trace and
+    nearly half of a load.
     """
-    was = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    jax_cache.reset_cache()  # whether it is enabled is remembered from the first compile
+    wanted = {"jax_enable_compilation_cache": False, "jax_traceback_in_locations_limit": 0}
+    before = {name: jax.config.values[name] for name in wanted}
+
+    def update(values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            jax.config.update(name, value)
+        jax_cache.reset_cache()  # whether it is enabled is remembered from the first compile
+
+    update(wanted)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", was)
-        jax_cache.reset_cache()
+        update(before)
 
 
 class CompileCache:

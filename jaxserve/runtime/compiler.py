@@ -12,7 +12,7 @@ from functools import partial
 import jax
 
 from jaxserve.plan.units import format_bytes, format_seconds
-from jaxserve.runtime.compile_cache import CompileCache, EntryInfo, without_jax_cache
+from jaxserve.runtime.compile_cache import CompileCache, EntryInfo, keepable_compiles
 from jaxserve.runtime.executables import (
     Built,
     Executables,
@@ -74,7 +74,7 @@ class StepCompiler:
         load_s = time.perf_counter() - start
         if not isinstance(found, str):
             compiled, info = found
-            return Built(name, compiled, 0.0, 0.0, info.temp_bytes, load_s, "hit")
+            return Built(name, compiled, 0.0, 0.0, info.temp_bytes, load_s=load_s, cache="hit")
         built = self.recorder(name, lower)
         start = time.perf_counter()
         self.cache.store(
@@ -85,8 +85,8 @@ class StepCompiler:
             compile_s=built.compile_s,
             temp_bytes=built.temp_bytes,
         )
-        load_s += time.perf_counter() - start
-        return replace(built, load_s=load_s, cache=f"miss: {found}")
+        store_s = time.perf_counter() - start
+        return replace(built, load_s=load_s, store_s=store_s, cache=f"miss: {found}")
 
     def earlier(self) -> EntryInfo | None:
         """The entry of an earlier boot of this server, whatever its pool; None: no such boot."""
@@ -107,7 +107,7 @@ class StepCompiler:
             if all(known):
                 return max(info.temp_bytes for info in known if info is not None)
         largest = (*self.shapes.decode[-1:], *self.shapes.prefill_tokens[-1:])
-        with without_jax_cache():
+        with keepable_compiles():
             return max(self.build(key).temp_bytes for key in largest)
 
 
@@ -130,14 +130,14 @@ def compile_executables(
     compiler = compiler or StepCompiler(shapes=shapes, platform=jax.default_backend())
     keys: tuple[Key, ...] = planned_keys(shapes) if ahead else ()
     built: dict[Key, Built] = {}
-    with without_jax_cache(), ThreadPoolExecutor(max_workers=workers) as threads:
+    with keepable_compiles(), ThreadPoolExecutor(max_workers=workers) as threads:
         pending = {threads.submit(compiler.build, key): i for i, key in enumerate(keys)}
         for future in as_completed(pending):
             built[keys[pending[future]]] = future.result()
             progress(future.result(), len(built), len(keys))
 
     def compile_late(key: Key) -> Built:
-        with without_jax_cache():
+        with keepable_compiles():
             made = compiler.build(key)
         report(f"late compile: {describe(made)}")
         return made

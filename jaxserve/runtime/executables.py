@@ -86,12 +86,13 @@ class Built:
     compile_s: float
     temp_bytes: int
     load_s: float = 0.0
+    store_s: float = 0.0
     cache: str = "off"
 
     @property
     def seconds(self) -> float:
         """All of it."""
-        return self.trace_s + self.compile_s + self.load_s
+        return self.trace_s + self.compile_s + self.load_s + self.store_s
 
 
 PERMUTE: Literal["permute"] = "permute"

@@ -29,7 +29,18 @@ CONFIG = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
-PHASES = ["import", "checkpoint", "weights", "plan", "trace", "compile", "load", "pool", "warm"]
+PHASES = [
+    "import",
+    "checkpoint",
+    "weights",
+    "plan",
+    "trace",
+    "compile",
+    "load",
+    "store",
+    "pool",
+    "warm",
+]
 
 
 @pytest.fixture(scope="module")

@@ -193,7 +193,7 @@ def test_a_miss_names_what_changed(boot_again):
 def test_every_second_of_a_boot_has_a_phase(first, second):
     for boot in (first, second):
         seconds = boot.booted.seconds
-        phases = ["weights", "plan", "trace", "compile", "load", "pool", "warm"]
+        phases = ["weights", "plan", "trace", "compile", "load", "store", "pool", "warm"]
         assert list(seconds) == phases
         # Some milliseconds lie outside: building the engine and checking its report.
         assert sum(seconds.values()) == pytest.approx(boot.wall_s, rel=0.05, abs=0.2)

@@ -67,7 +67,7 @@ def boots(tmp_path_factory):
 @pytest.fixture(scope="module")
 def compiled():
     """A program that costs nothing to compile."""
-    with compile_cache.without_jax_cache():
+    with compile_cache.keepable_compiles():
         return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
 
 
@@ -376,6 +376,16 @@ def test_an_earlier_boots_pool_is_found_whatever_its_size_and_only_for_the_same_
     assert (found.num_blocks, found.temp_bytes) == (20, 7)
     assert kept.cache.earlier("add", {**PARTS, "device": "2 x cpu"}) is None
     assert kept.cache.earlier("sub", PARTS) is None
+
+
+def test_kept_programs_carry_no_stack_traces_and_jaxs_settings_are_put_back(boots):
+    _, first, _ = boots
+    step = first.decode[SHAPES.decode[0]]
+    assert "source_file" not in step.compiled.as_text()
+    limit = jax.config.values["jax_traceback_in_locations_limit"]
+    assert limit != 0
+    plain = jax.jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+    assert "source_line" in plain.as_text() or "stack_frame_id" in plain.as_text()
 
 
 def test_nothing_is_kept_that_came_out_of_jaxs_own_cache(tmp_path):
