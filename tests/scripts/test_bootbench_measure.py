@@ -7,10 +7,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from server_process import ServerDied, serving
 
 from scripts import bootbench
 from scripts.bootbench import MeasuredBoots
-from scripts.server_process import ServerDied, serving
 
 LAUNCH = (sys.executable, str(Path(__file__).parents[1] / "serve_launch_main.py"))
 COLD = {"import": 2.0, "weights": 1.0, "plan": 0.5, "trace": 4.0, "compile": 15.0, "load": 0.5}

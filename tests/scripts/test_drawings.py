@@ -4,6 +4,7 @@ import csv
 import struct
 from dataclasses import asdict
 
+import load_client
 import pytest
 
 pytest.importorskip(
@@ -81,7 +82,9 @@ def test_every_csv_of_the_benches_is_plotted(tmp_path, capsys, monkeypatch):
     write(tmp_path / "bootbench_measured.csv", bootbench.MeasuredBoots(COLD, WARM).records())
     result = servebench.Result(
         arm="aot",
-        **asdict(servebench.Load(requests=2, concurrency=1, prompt_tokens=3, max_tokens=4, seed=0)),
+        **asdict(
+            load_client.Load(requests=2, concurrency=1, prompt_tokens=3, max_tokens=4, seed=0)
+        ),
         **dict.fromkeys(("ready_s", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms"), 1.5),
         **dict.fromkeys(("itl_p50_ms", "itl_p99_ms"), 0.5),
         **dict.fromkeys(("compiles", "clients_that_met_one", "most_for_one"), None),

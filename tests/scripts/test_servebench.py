@@ -8,16 +8,18 @@ import socket
 from dataclasses import fields, replace
 
 import httpx
+import load_client
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from load_client import BenchError, ClientSaw, Load, Outcome, counter
 
 from jaxserve.sched.outputs import ExecutableStats
 from jaxserve.serve.app import create_app
 from jaxserve.serve.async_engine import AsyncEngine
 from jaxserve.serve.metrics import Metrics
 from scripts import servebench
-from scripts.servebench import ARMS, BenchError, ClientSaw, Load, Outcome, counter, percentile
+from scripts.servebench import ARMS, percentile
 from tests.serve_fakes import ScriptedEngine, app_parts, byte_level_tokenizer, served
 
 TOKENIZER = byte_level_tokenizer()
@@ -43,7 +45,7 @@ def server_of(engine, compiles=lambda: 0):
 
 async def run(url, load=LOAD):
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-        return await servebench.run_load(client, load)
+        return await load_client.run_load(client, load)
 
 
 def saw(times_s, compiles=0, tokens=None):
@@ -141,7 +143,7 @@ async def _run_on(answer, requests):
     transport = httpx.MockTransport(answer)
     load = replace(LOAD, requests=requests)
     async with httpx.AsyncClient(transport=transport, base_url="http://other") as client:
-        return await servebench.run_load(client, load)
+        return await load_client.run_load(client, load)
 
 
 @settings(max_examples=50, deadline=None)
