@@ -54,8 +54,9 @@ TRIM_HEADER = (
     "in a client's latency",
     "saved at startup",
 )
-# Phases of a boot that a compile cache is there to shorten. "plan" is one of them: on a GPU the
-# workspace that the pool leaves room for comes from compiling the largest steps.
+# What a boot does to have its executables. "plan" is part of it: on a GPU the workspace that the
+# pool leaves room for comes from compiling the largest steps. Writing the cache ("store") is not:
+# it would only make the cold boot look slower.
 COMPILE_PHASES = ("plan", "trace", "compile", "load")
 MEASURED_HEADER = ("phase", "cold s", "warm s", "warm / cold")
 

@@ -84,6 +84,7 @@ def boot_steps(
         BootStep("trace", "every shape is lowered from specs", **planned),
         BootStep("compile", shapes, **planned),
         BootStep("load", "what the cache has is not compiled", **planned),
+        BootStep("store", "what was compiled is kept for the next boot", **planned),
         BootStep("pool", "allocated once, donated ever after", **resident, decided_bytes=work),
         BootStep("warm", "each executable runs on empty rows", **resident, workspace_bytes=work),
         BootStep("app", "the loop's thread, then the routes", **resident, workspace_bytes=work),

@@ -11,6 +11,9 @@ pytest.importorskip(
     "matplotlib", reason="NOT CHECKED, drawings and plots: pip install -e '.[bench]' brings them"
 )
 
+from jaxserve.boot import build_engine
+from jaxserve.checkpoint import Checkpoint
+from jaxserve.config import EngineConfig
 from jaxserve.plan.capture import plan_capture
 from jaxserve.plan.pool import kv_bytes_per_block, plan_kv_pool
 from jaxserve.runtime.sizing import decode_buckets
@@ -38,6 +41,19 @@ def test_no_step_of_the_drawn_boot_passes_the_share_it_may_take():
     for step in steps:
         taken = step.weight_bytes + step.pool_bytes + step.workspace_bytes + step.decided_bytes
         assert taken + draw.DEVICE.reserve_bytes <= share, step.phase
+
+
+def test_the_drawn_steps_are_the_phases_of_a_boot_report():
+    config = EngineConfig(
+        max_model_len=256,
+        max_num_seqs=1,
+        max_num_batched_tokens=32,
+        **dict.fromkeys(("bucket_decode", "persist_inputs", "capture_decode"), False),
+    )
+    tiny = Checkpoint(name="tiny", config=widthbench.TINY, tokenizer=None, tensors=None)
+    engine_phases = build_engine(tiny, config).seconds
+    _, steps = drawn_boot()
+    assert [step.phase for step in steps] == ["import", "checkpoint", *engine_phases, "app"]
 
 
 def test_the_drawn_pool_is_decided_before_it_is_spent_and_spent_once():
@@ -80,11 +96,10 @@ def test_every_csv_of_the_benches_is_plotted(tmp_path, capsys, monkeypatch):
     paths = [str(tmp_path / name) for name in ("widthbench.csv", "widthbench_measured.csv")]
     assert widthbench.main(["--csv", paths[0], "--measure", "--measured-csv", paths[1]]) == 0
     write(tmp_path / "bootbench_measured.csv", bootbench.MeasuredBoots(COLD, WARM).records())
+    load = load_client.Load(requests=2, concurrency=1, prompt_tokens=3, max_tokens=4, seed=0)
     result = servebench.Result(
         arm="aot",
-        **asdict(
-            load_client.Load(requests=2, concurrency=1, prompt_tokens=3, max_tokens=4, seed=0)
-        ),
+        **asdict(load),
         **dict.fromkeys(("ready_s", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms"), 1.5),
         **dict.fromkeys(("itl_p50_ms", "itl_p99_ms"), 0.5),
         **dict.fromkeys(("compiles", "clients_that_met_one", "most_for_one"), None),
