@@ -7,10 +7,11 @@ is used where it is there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +104,7 @@ class Counters:
         )
 
 
-async def events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
+async def events(lines: AsyncIterator[str]) -> AsyncGenerator[dict[str, Any], None]:
     """The JSON objects of a stream of server-sent events. Raises BenchError without a [DONE]."""
     async for line in lines:
         if line == "data: [DONE]":
@@ -134,12 +135,13 @@ async def ask(
     async with client.stream("POST", "/v1/completions", json=body) as reply:
         if reply.status_code != 200:
             raise BenchError(f"status {reply.status_code}: {(await reply.aread()).decode()}")
-        async for event in events(reply.aiter_lines()):
-            if "error" in event:
-                raise BenchError(f"a stream failed: {event['error']['message']}")
-            if any(choice["text"] for choice in event["choices"]):
-                times.append(time.perf_counter())
-            usage = event.get("usage") or usage
+        async with contextlib.aclosing(events(reply.aiter_lines())) as stream:
+            async for event in stream:
+                if "error" in event:
+                    raise BenchError(f"a stream failed: {event['error']['message']}")
+                if any(choice["text"] for choice in event["choices"]):
+                    times.append(time.perf_counter())
+                usage = event.get("usage") or usage
     after = await Counters.read(client)
     if usage is None or usage["completion_tokens"] != load.max_tokens:
         said = None if usage is None else usage["completion_tokens"]
