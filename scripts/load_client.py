@@ -176,7 +176,12 @@ async def run_load(
 
     before = await Counters.read(client)
     start = time.perf_counter()
-    await asyncio.gather(*(one_after_another() for _ in range(load.concurrency)))
+    try:
+        async with asyncio.TaskGroup() as tasks:  # the first failure ends the other clients
+            for _ in range(load.concurrency):
+                tasks.create_task(one_after_another())
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
     seconds = time.perf_counter() - start
     after = await Counters.read(client)
     compiles = _growth(before.compiles, after.compiles)
