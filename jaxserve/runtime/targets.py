@@ -90,7 +90,7 @@ def compile_for_target(
     """
     if not any(_installed(plugin) for plugin in _PLUGINS):
         raise ConfigError(
-            "--target needs XLA's compiler for NVIDIA GPUs: pip install 'jaxserve[cross]'"
+            "--target needs XLA's compiler for NVIDIA GPUs: pip install -e '.[cross]'"
         )
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)

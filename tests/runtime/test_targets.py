@@ -28,7 +28,7 @@ from tests.models import TINY
 # The compiler's plugin is an extra; without it nothing below that needs it is checked.
 needs_plugin = pytest.mark.skipif(
     not any(importlib.util.find_spec(p) for p in ("jax_cuda13_plugin", "jax_cuda12_plugin")),
-    reason="NOT CHECKED, no compiler for NVIDIA GPUs here: pip install 'jaxserve[cross]'",
+    reason="NOT CHECKED, no compiler for NVIDIA GPUs here: pip install -e '.[cross]'",
 )
 DECODE = DecodeShape(2, 64)
 SHAPES = StepShapes(
@@ -76,7 +76,7 @@ def test_what_is_no_target_is_refused_in_one_line_that_names_those_that_are(tmp_
 
 def test_without_the_plugin_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(targets, "_PLUGINS", ("no_such_package.plugin",))
-    with pytest.raises(ConfigError, match=re.escape("jaxserve[cross]")):
+    with pytest.raises(ConfigError, match=re.escape("pip install -e '.[cross]'")):
         compile_for_target(load_target("h200"), PERMUTE_ONLY)
 
 
