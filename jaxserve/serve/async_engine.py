@@ -145,6 +145,11 @@ class AsyncEngine:
         return self._max_requests
 
     @property
+    def num_open(self) -> int:
+        """Requests running and waiting together."""
+        return self._open
+
+    @property
     def alive(self) -> bool:
         """True while the thread runs and its last turn is not longer than ``stall_s`` ago."""
         return self._thread.is_alive() and self.seconds_since_tick < self._stall_s

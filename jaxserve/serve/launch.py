@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 import threading
@@ -25,6 +26,8 @@ _ABORT_S = 10.0  # for the step in flight to end when requests are aborted
 class Stoppable(Protocol):
     """What the launcher needs of AsyncEngine."""
 
+    @property
+    def num_open(self) -> int: ...
     async def shutdown(self, grace_s: float) -> None: ...
 
 
@@ -82,6 +85,11 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise BootError(
+                f"--host {host}: {error.strerror}; give an address of this machine, "
+                "e.g. --host 127.0.0.1, or 0.0.0.0 for all of them"
+            ) from error
         raise BootError(
             f"cannot listen on {host} port {port}: {error.strerror}; "
             f"another --port may be free, and --port 0 takes any"
@@ -101,8 +109,9 @@ async def run_server(
     """Serves until SIGTERM, SIGINT or the engine's end; returns the process's exit code.
 
     The first signal refuses new requests and gives running ones ``grace_s``, the second aborts
-    them. Raises what ``build`` raises. The build thread and a wedged engine thread may still run
-    when it returns: they are daemons, and cannot be interrupted.
+    them. ``on_phase`` is told each step of the boot, and of a stop as soon as it is asked for.
+    Raises what ``build`` raises. The build thread and a wedged engine thread may still run when it
+    returns: they are daemons, and cannot be interrupted.
     """
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[None] = asyncio.Queue()
@@ -114,7 +123,8 @@ async def run_server(
             front,
             lifespan="off",
             ws="none",
-            log_level=log_level,
+            # At info, uvicorn reports its own life around our lines.
+            log_level="warning" if log_level == "info" else log_level,
             access_log=log_level == "debug",
             server_header=False,
             timeout_graceful_shutdown=int(_FLUSH_S),
@@ -134,6 +144,7 @@ async def run_server(
         if http.done():
             return 1  # the finally clause raises what ended it
         if not built.done():
+            on_phase("stopping")
             return 0
         serving = built.result()
         front.app = serving.app
@@ -141,6 +152,7 @@ async def run_server(
         await asyncio.wait({died, signalled, http}, return_when=asyncio.FIRST_COMPLETED)
         if died.done() or http.done():
             return 1
+        on_phase(_stop_line(serving.engine.num_open, grace_s))
         return await _drain(serving.engine, signals, grace_s)
     finally:
         server.should_exit = True
@@ -177,6 +189,16 @@ def _setter(
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
         loop.call_soon_threadsafe(call)
+
+
+def _stop_line(num_open: int, grace_s: float) -> str:
+    if num_open == 0:
+        return "stopping"
+    requests = "1 request" if num_open == 1 else f"{num_open} requests"
+    return (
+        f"stopping: {requests} running or waiting, up to {grace_s:g} s to finish; "
+        "a second signal aborts"
+    )
 
 
 async def _drain(engine: Stoppable, signals: asyncio.Queue[None], grace_s: float) -> int:

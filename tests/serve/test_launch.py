@@ -97,8 +97,9 @@ def test_sigterm_when_idle_ends_the_process_with_0():
             f"listening on {url}, starting\n",
             "loading nothing\n",
             f"ready: {url}/v1\n",
+            "stopping\n",
         ]
-        assert "Traceback" not in "".join(process.errors)
+        assert process.errors == []
 
 
 def test_sigterm_refuses_new_requests_and_lets_running_ones_finish():
@@ -122,6 +123,12 @@ def test_the_graces_end_or_a_second_signal_aborts_what_runs(flags):
         url = process.until_ready()
         lines = stream(url, 10**6)
         process.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "stopping" in process.lines[-1])
+        grace = flags[1] if flags else "30"
+        assert process.lines[-1] == (
+            f"stopping: 1 request running or waiting, up to {grace} s to finish; "
+            "a second signal aborts\n"
+        )
         if not flags:
             wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
             process.process.send_signal(signal.SIGINT)
@@ -142,8 +149,13 @@ def test_an_engine_that_dies_ends_the_process_with_1_and_its_clients_are_told():
 def test_a_boot_that_is_refused_is_one_line_and_exit_1():
     with running("no-boot") as process:
         assert process.end() == 1
-        said = [line for line in process.errors if not line.startswith("INFO")]
-        assert said == ["serve.py: no such model: nothing\n"]
+        assert process.errors == ["serve.py: no such model: nothing\n"]
+
+
+def test_the_http_servers_own_lines_are_shown_when_debugging():
+    with running("no-boot", 0.0, "--log-level", "debug") as process:
+        assert process.end() == 1
+        assert any("server process" in line for line in process.errors)
 
 
 def test_the_port_answers_while_the_engine_is_built_and_a_signal_ends_the_wait():
@@ -165,6 +177,12 @@ def test_a_port_in_use_is_refused_with_its_number_and_flag():
         port = taken.getsockname()[1]
         with pytest.raises(BootError, match=f"port {port}.*--port"):
             bind("127.0.0.1", port)
+
+
+def test_a_host_of_another_machine_is_refused_with_its_flag_and_not_the_port():
+    with pytest.raises(BootError, match=r"^--host 192\.0\.2\.1: ") as refused:
+        bind("192.0.2.1", 0)  # an address reserved for documentation
+    assert "--port" not in str(refused.value)
 
 
 def test_an_unknown_host_is_refused_with_its_flag():
