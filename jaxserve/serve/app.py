@@ -72,6 +72,7 @@ def create_app(parts: AppParts) -> ASGIApp:
     )
     routes = _Routes(parts)
     app.get("/v1/models")(routes.models)
+    app.get("/v1/models/{model:path}")(routes.model)  # a hub id holds a slash
     app.get("/health")(routes.health)
     app.get("/ready")(routes.ready)
     app.get("/metrics", response_class=Response)(routes.metrics)
@@ -127,7 +128,13 @@ class _Routes:
         params = call.sampling_params()
         token_ids = await asyncio.to_thread(self._encode_chat, call)
         answer = ChatAnswer(*self._envelope("chatcmpl", call.model), call.include_usage)
-        return await self._answer(request, call, answer, [token_ids], params, arrived)
+        try:
+            return await self._answer(request, call, answer, [token_ids], params, arrived)
+        except InvalidRequest as refusal:
+            if refusal.param != "prompt":
+                raise
+            # The engine knows prompts only; this client's came from its messages.
+            raise InvalidRequest(refusal.message, "messages", refusal.code) from refusal
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a prompt or a conversation."""
@@ -165,17 +172,13 @@ class _Routes:
 
     async def models(self) -> Response:
         """The names this server answers to."""
-        cards = [
-            {
-                "id": name,
-                "object": "model",
-                "created": self._created,
-                "owned_by": "jaxserve",
-                "max_model_len": self._parts.max_model_len,
-            }
-            for name in self._parts.served_names
-        ]
+        cards = [self._card(name) for name in self._parts.served_names]
         return JSONResponse({"object": "list", "data": cards})
+
+    async def model(self, model: str) -> Response:
+        """One of the names this server answers to."""
+        self._check_served(model)
+        return JSONResponse(self._card(model))
 
     async def health(self) -> Response:
         """200 while the engine's loop turns, with what the boot decided; 503 otherwise."""
@@ -203,14 +206,27 @@ class _Routes:
     async def _parse(self, request: Request, kind: type[Any]) -> Any:
         body = await http.read_body(request, self._parts.max_body_bytes)
         call = parse_request(kind, body)
-        if call.model is not None and call.model not in self._parts.served_names:
+        if call.model is not None:
+            self._check_served(call.model)
+        return call
+
+    def _check_served(self, model: str) -> None:
+        if model not in self._parts.served_names:
             raise UnknownModel(
-                f"the model {call.model[:200]!r} is not served here; served: "
+                f"the model {model[:200]!r} is not served here; served: "
                 f"{', '.join(self._parts.served_names)}",
                 "model",
                 "model_not_found",
             )
-        return call
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "jaxserve",
+            "max_model_len": self._parts.max_model_len,
+        }
 
     def _encode_chat(self, call: ChatRequest | TokenizeRequest) -> list[int]:
         return self._parts.text.encode_chat(

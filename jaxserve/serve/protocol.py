@@ -6,7 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from jaxserve.config import SamplingParams
 from jaxserve.errors import InvalidRequest
@@ -178,7 +185,7 @@ class ChatMessage(_Record):
 class ChatRequest(_Generation):
     """Body of /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
 

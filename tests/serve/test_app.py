@@ -218,9 +218,9 @@ async def test_one_refused_prompt_of_several_refuses_the_call_and_ends_the_other
         ("/v1/completions", {"prompt": "x", "n": 3}, 400, "n", "n is not supported"),
         ("/v1/completions", {"prompt": "x", "best": 3}, 400, "best", "unknown field"),
         ("/v1/completions", {"prompt": ["a"] * 65}, 400, "prompt", "65 prompts, at most 64"),
-        ("/v1/chat/completions", {"messages": []}, 200, None, ""),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
         ("/v1/chat/completions", {"messages": "hi"}, 400, "messages", "valid list"),
-        ("/v1/chat/completions", {"messages": HELLO * 99}, 400, "prompt", "too many"),
+        ("/v1/chat/completions", {"messages": HELLO * 99}, 400, "messages", "too many"),
         ("/tokenize", {}, 400, "prompt", "either"),
         ("/tokenize", {"prompt": "x", "foo": 1}, 400, "foo", "unknown field"),
         ("/detokenize", {"tokens": [10**12]}, 400, "tokens", "not in the vocabulary"),
@@ -233,12 +233,22 @@ async def test_errors_have_openais_shape_and_the_server_goes_on(path, call, stat
         reply = await client.post(path, json=call)
         after = await client.post("/v1/completions", json={"prompt": "fox"})
     assert reply.status_code == status
-    if status != 200:
-        error = reply.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["param"] == param
-        assert said in error["message"]
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert said in error["message"]
     assert after.status_code == 200
+
+
+async def test_a_model_is_found_by_a_name_with_a_slash_and_an_unknown_one_is_a_404():
+    async with client_of(engine_saying(), served_names=("owner/name",)) as client:
+        for path in ("owner/name", "owner%2Fname"):
+            assert (await client.get(f"/v1/models/{path}")).json()["id"] == "owner/name"
+        reply = await client.get("/v1/models/gpt")
+    assert reply.status_code == 404
+    error = reply.json()["error"]
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "'gpt' is not served here; served: owner/name" in error["message"]
 
 
 async def test_a_stream_that_is_refused_is_an_error_and_no_stream():
@@ -321,6 +331,8 @@ async def test_models_version_and_the_tokenizer_can_be_asked():
             ("tiny", 64),
             ("tiny-alias", 64),
         ]
+        for card in cards:
+            assert (await client.get(f"/v1/models/{card['id']}")).json() == card
         assert (await client.get("/version")).json() == {"version": "0.0.test"}
         tokens = (await client.post("/tokenize", json={"prompt": ANSWER})).json()
         assert tokens == {

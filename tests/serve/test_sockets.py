@@ -56,6 +56,7 @@ def test_the_openai_client_chats_streamed_and_not(url):
         assert text == ANSWER
         assert chunks[-1].usage == whole.usage
         assert [model.id for model in client.models.list()] == ["tiny", "tiny-alias"]
+        assert client.models.retrieve("tiny-alias").id == "tiny-alias"
 
 
 def test_the_openai_client_completes_streamed_and_not(url):
