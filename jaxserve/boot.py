@@ -12,7 +12,8 @@ import numpy as np
 from jaxserve import __version__
 from jaxserve.checkpoint.load import Checkpoint, load_checkpoint
 from jaxserve.config import BootConfig, DType, EngineConfig, ModelConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import BootError, ConfigError
+from jaxserve.model.params import Params
 from jaxserve.plan.batch import prefill_batch_specs
 from jaxserve.plan.buckets import DecodeShape, PrefillBuckets
 from jaxserve.plan.gates import (
@@ -21,6 +22,7 @@ from jaxserve.plan.gates import (
     check_switches,
     check_warm_before_serving,
 )
+from jaxserve.plan.pool import KVPoolPlan
 from jaxserve.plan.price import weight_bytes
 from jaxserve.plan.report import boot_lines
 from jaxserve.plan.units import format_bytes
@@ -28,12 +30,13 @@ from jaxserve.runtime.booted import BootedEngine
 from jaxserve.runtime.compile_cache import CompileCache
 from jaxserve.runtime.compiler import StepCompiler, compile_executables, describe
 from jaxserve.runtime.engine import Engine
-from jaxserve.runtime.executables import Built, Recorder, StepShapes, record
+from jaxserve.runtime.executables import Built, Executables, Recorder, StepShapes, record
 from jaxserve.runtime.fingerprint import environment_parts
 from jaxserve.runtime.laps import Laps, boot_seconds_line, seconds_since_exec
 from jaxserve.runtime.placing import place_params
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.sizing import (
+    check_asked_sizes,
     check_workspace,
     decode_buckets,
     decode_read,
@@ -99,6 +102,24 @@ def warm_engine(runner: ModelRunner, shapes: StepShapes, *, serving: bool = Fals
         runner.prefill(batch._replace(rows_S=no_row)).read()
 
 
+def allocate(
+    params: Params, executables: Executables, shapes: StepShapes, pool: KVPoolPlan
+) -> ModelRunner:
+    """The runner with its pool in memory. Raises BootError where there is not enough."""
+    try:
+        runner = ModelRunner(params, executables, shapes)
+        runner.wait()
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        why = (str(error).splitlines() or ["out of memory"])[0][:200]
+        raise BootError(
+            f"allocating a KV pool of {format_bytes(pool.pool_bytes)} (sized by {pool.sized_by}): "
+            f"{why}; use --num-gpu-blocks-override with less than {pool.num_blocks}"
+        ) from error
+    return runner
+
+
 def build_engine(
     checkpoint: Checkpoint,
     config: EngineConfig,
@@ -129,6 +150,7 @@ def build_engine(
     check_switches(**switches)
     if config.capture_decode:
         check_capture_ready(**switches, buckets=buckets, read=read)
+    check_asked_sizes(model, config, boot, buckets, memory_stats())
 
     size = format_bytes(weight_bytes(model, config.dtype))
     report(f"loading {checkpoint.name}: {size} of {config.dtype} weights")
@@ -173,8 +195,7 @@ def build_engine(
         )
     )
     report("allocating the pool")
-    runner = ModelRunner(params, executables, shapes)
-    runner.wait()
+    runner = allocate(params, executables, shapes, pool)
     laps.lap(("pool", 1))
     if boot.warm and config.capture_decode:
         report(f"warming {len(executables.all)} executables")

@@ -140,6 +140,13 @@ class EngineConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag} {getattr(self, name)}: must be at least 1")
+        for name, flag in (
+            ("num_blocks", "--num-gpu-blocks-override"),
+            ("kv_cache_memory_bytes", "--kv-cache-memory-bytes"),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag} {value}: must be at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below "

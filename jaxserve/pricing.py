@@ -15,7 +15,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.plan.buckets import PrefillBuckets
 from jaxserve.plan.capture import plan_capture
 from jaxserve.plan.compiled import CompiledFigures, Key
-from jaxserve.plan.pool import DeviceMemory, kv_bytes_per_block, plan_kv_pool
+from jaxserve.plan.pool import DeviceMemory, check_asked_size, kv_bytes_per_block, plan_kv_pool
 from jaxserve.plan.price import weight_bytes
 from jaxserve.plan.price_list import PriceList, price_list
 from jaxserve.runtime.compiler import StepCompiler
@@ -75,6 +75,13 @@ def price_deployment(
             report=report,
         )
 
+    per_block = kv_bytes_per_block(model, config.block_size, config.dtype)
+    weights = weight_bytes(model, config.dtype)
+    if target is not None:
+        room = target.memory_bytes - weights - RESERVE_BYTES
+        check_asked_size(
+            config, per_block, available_bytes=room, advised_bytes=room, where=target.device
+        )
     device = None
     if config.num_blocks is None and config.kv_cache_memory_bytes is None:
         if target is None:
@@ -83,13 +90,13 @@ def price_deployment(
             figures = compile_list(target, _largest(shapes))
             device = DeviceMemory(  # nobody else on it
                 total_bytes=target.memory_bytes,
-                weight_bytes=weight_bytes(model, config.dtype),
+                weight_bytes=weights,
                 workspace_bytes=max(made.temp_bytes for made in figures.values()),
                 reserve_bytes=RESERVE_BYTES,
             )
     pool = plan_kv_pool(
         config,
-        kv_bytes_per_block(model, config.block_size, config.dtype),
+        per_block,
         device=device,
         host_bytes=host_bytes(),
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.errors import PoolTooSmall
+from jaxserve.errors import ConfigError, PoolTooSmall
 from jaxserve.plan.batch import kv_pool_spec
 from jaxserve.plan.units import MIB, cdiv, format_bytes, round_down
 
@@ -191,7 +191,7 @@ def plan_kv_pool(
         budget, sized_by = _budget(config, device, host_bytes)
         fits = budget // bytes_per_block
     if fits < least:
-        raise PoolTooSmall(_refusal(config, bytes_per_block, fits, budget, sized_by, device))
+        raise PoolTooSmall(_refusal(config, bytes_per_block, fits, budget, device))
     num_blocks = fits
     if budget is not None and sized_by == "budget":
         wanted = config.max_num_seqs * config.blocks_per_row + 1
@@ -209,29 +209,81 @@ def plan_kv_pool(
     )
 
 
+class _Asked(NamedTuple):
+    """The pool's size as a flag gave it: the flag as typed, its bytes, and the flag that fits."""
+
+    text: str
+    nbytes: int
+    fitting: str
+
+
+def _asked(config: EngineConfig, bytes_per_block: int, fitting_blocks: int) -> _Asked | None:
+    """What ``config`` asks for, beside the value that gives ``fitting_blocks``; None: nothing."""
+    if config.num_blocks is not None:
+        flag, value, per_block = "--num-gpu-blocks-override", config.num_blocks, 1
+        nbytes = value * bytes_per_block
+    elif config.kv_cache_memory_bytes is not None:
+        flag, value = "--kv-cache-memory-bytes", config.kv_cache_memory_bytes
+        nbytes, per_block = value, bytes_per_block
+    else:
+        return None
+    return _Asked(f"{flag} {value}", nbytes, f"{flag} {fitting_blocks * per_block}")
+
+
+def check_asked_size(
+    config: EngineConfig,
+    bytes_per_block: int,
+    *,
+    available_bytes: int,
+    advised_bytes: int,
+    where: str,
+) -> None:
+    """Refuse a pool size that a flag gave and that ``where`` cannot hold.
+
+    ``available_bytes`` is what is left beside the weights, ``advised_bytes`` what the refusal
+    advises, if that is less. A size that no flag gave passes: it was measured. Raises ConfigError.
+    """
+    fitting = max(0, min(available_bytes, advised_bytes)) // bytes_per_block
+    asked = _asked(config, bytes_per_block, fitting)
+    if asked is None or asked.nbytes <= available_bytes:
+        return
+    least = config.blocks_per_row + 1
+    if fitting >= least:
+        knob = f"use {asked.fitting} or less"
+    else:
+        knob = (
+            f"one request of {config.max_model_len} tokens takes "
+            f"{format_bytes(least * bytes_per_block)}, so lower --max-model-len as well"
+        )
+    raise ConfigError(
+        f"{asked.text}: a KV pool of {format_bytes(asked.nbytes)}, and {where} has "
+        f"{format_bytes(max(0, available_bytes))} beside the weights; {knob}"
+    )
+
+
 def _refusal(
     config: EngineConfig,
     bytes_per_block: int,
     fits: int,
     budget: int | None,
-    sized_by: SizedBy,
     device: DeviceMemory | None,
 ) -> str:
     """Why the pool is too small, which length would fit, and what else would help."""
     least = config.blocks_per_row + 1
     length = (fits - 1) * config.block_size
     shorter = f"--max-model-len {length} would fit" if length > 0 else "no length would fit"
-    given = "" if budget is None else f" of {format_bytes(max(0, budget))}"
+    asked = _asked(config, bytes_per_block, least)
+    measured = f"KV pool of {format_bytes(max(0, budget or 0))}"
+    whose = measured if asked is None else asked.text
     text = (
-        f"KV pool{given}: {max(0, fits)} blocks of {config.block_size} tokens, and one request of "
+        f"{whose}: {max(0, fits)} blocks of {config.block_size} tokens, and one request of "
         f"{config.max_model_len} tokens needs {least} with the null block; {shorter}"
     )
-    if sized_by == "num_blocks":
-        return f"{text}, or --num-gpu-blocks-override {least}"
-    if sized_by == "kv_cache_memory_bytes":
-        return f"{text}, or --kv-cache-memory-bytes {least * bytes_per_block}"
+    other = ", or " if length > 0 else ": "
+    if asked is not None:
+        return f"{text}{other}use {asked.fitting}"
     if device is None:
-        return f"{text}, or free host memory: {format_bytes(least * bytes_per_block)} are needed"
+        return f"{text}{other}free host memory, {format_bytes(least * bytes_per_block)} are needed"
     text = (
         f"{text}. Of {format_bytes(device.total_bytes)} on the device, weights take "
         f"{format_bytes(device.weight_bytes)}, workspace {format_bytes(device.workspace_bytes)}, "

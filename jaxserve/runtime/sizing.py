@@ -12,7 +12,14 @@ from jaxserve.model.attention import decode_tile
 from jaxserve.plan.buckets import DecodeBuckets, DecodeShape, PrefillBuckets
 from jaxserve.plan.capture import CapturePlan, plan_capture
 from jaxserve.plan.gates import DecodeRead, check_capture_limit, check_capture_matches_cache
-from jaxserve.plan.pool import DeviceMemory, KVPoolPlan, kv_bytes_per_block, plan_kv_pool
+from jaxserve.plan.pool import (
+    DeviceMemory,
+    KVPoolPlan,
+    check_asked_size,
+    kv_budget_bytes,
+    kv_bytes_per_block,
+    plan_kv_pool,
+)
 from jaxserve.plan.price import weight_bytes
 from jaxserve.plan.units import MIB, format_bytes, round_up
 from jaxserve.runtime.compiler import StepCompiler
@@ -81,9 +88,49 @@ def device_memory(
     )
 
 
+def physical_bytes() -> int:
+    """Bytes of this host's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def host_bytes() -> int:
-    """Bytes of host memory a pool may take: half of what is there."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    """Bytes of host memory a pool may take unasked: half of what is there."""
+    return physical_bytes() // 2
+
+
+def check_asked_sizes(
+    model: ModelConfig,
+    config: EngineConfig,
+    boot: BootConfig,
+    buckets: DecodeBuckets,
+    memory: Mapping[str, int] | None,
+) -> None:
+    """Refuse, before any weight is read, what the flags and the memory alone show cannot be.
+
+    ``memory`` is the device's, still without the weights, None on a host. ``plan_sizes`` asks again
+    once the weights are placed and the workspace is known. Raises BootError.
+    """
+    if config.capture_decode:
+        capture = plan_capture(
+            buckets, num_heads=model.num_heads, max_rows=boot.warm_rows, max_width=boot.warm_width
+        )
+        check_list_serves(capture, boot)
+    per_block = kv_bytes_per_block(model, config.block_size, config.dtype)
+    asked = config.num_blocks is not None or config.kv_cache_memory_bytes is not None
+    if asked or memory is None:
+        plan_kv_pool(config, per_block, host_bytes=host_bytes())
+    if memory is None:
+        total, advised, where = physical_bytes(), host_bytes(), "this host"
+    else:
+        total = advised = memory["bytes_limit"] - memory["bytes_in_use"]
+        where = "the device"
+    check_asked_size(
+        config,
+        per_block,
+        available_bytes=total - weight_bytes(model, config.dtype) - RESERVE_BYTES,
+        advised_bytes=advised,
+        where=where,
+    )
 
 
 def check_list_serves(capture: CapturePlan, boot: BootConfig) -> None:
@@ -147,10 +194,20 @@ def plan_sizes(
     device = None
     if memory is not None and workspace is not None:
         device = device_memory(config, model, memory, workspace)
+    per_block = kv_bytes_per_block(model, config.block_size, config.dtype)
+    if device is not None:
+        available = kv_budget_bytes(device, 1.0)
+        check_asked_size(
+            config,
+            per_block,
+            available_bytes=available,
+            advised_bytes=available,
+            where="the device",
+        )
     earlier = probe.earlier()
     pool = plan_kv_pool(
         config,
-        kv_bytes_per_block(model, config.block_size, config.dtype),
+        per_block,
         device=device,
         host_bytes=host_bytes(),
         previous_num_blocks=None if earlier is None else earlier.num_blocks,

@@ -16,7 +16,7 @@ from jaxserve import boot as boot_module
 from jaxserve.boot import build_engine, warm_engine
 from jaxserve.checkpoint.load import Checkpoint
 from jaxserve.config import BootConfig, EngineConfig, SamplingParams
-from jaxserve.errors import BootUnsound, CaptureTooSmall, ConfigError, NoExecutable
+from jaxserve.errors import BootError, BootUnsound, CaptureTooSmall, ConfigError, NoExecutable
 from jaxserve.plan.buckets import DecodeBuckets, DecodeShape
 from jaxserve.plan.capture import plan_capture
 from jaxserve.runtime import booted as booted_module
@@ -265,6 +265,74 @@ def planned(trivial, free_bytes, cache=None, temp_bytes=1000, used=()):
         {"bytes_limit": limit, "bytes_in_use": limit - free_bytes},
     )
     return sizes, recorded
+
+
+class Unread:
+    """A checkpoint's tensors that nobody may ask for."""
+
+    shapes = Weights().shapes
+
+    def get(self, name):
+        raise AssertionError(f"{name} was read")
+
+
+@pytest.mark.parametrize(
+    ("config", "boot", "said"),
+    [
+        ({"num_blocks": 3}, {}, r"--num-gpu-blocks-override 3: .* use --num-gpu-blocks-override 9"),
+        ({"kv_cache_memory_bytes": 9}, {}, r"--kv-cache-memory-bytes 9: 0 blocks"),
+        ({"num_blocks": 6 * 10**9}, {}, r"this host has .* use --num-gpu-blocks-override \d+ or"),
+        ({"kv_cache_memory_bytes": 10**14}, {}, r"93132.26 GiB, and this host has .* or less"),
+        ({}, {"warm_rows": 1}, "--allow-late-compile"),
+    ],
+)
+def test_what_the_flags_alone_rule_out_is_refused_before_a_weight_is_read(config, boot, said):
+    with pytest.raises(BootError, match=said) as refused:
+        build_engine(
+            replace(CHECKPOINT, tensors=Unread()),
+            replace(CONFIG, **config),
+            BootConfig(**boot),
+            capture_recorder=must_not_compile,
+        )
+    assert "\n" not in str(refused.value)
+
+
+def test_a_pool_larger_than_the_device_is_refused_before_a_weight_is_read():
+    with pytest.raises(ConfigError, match=r"a KV pool of 70.00 GiB, and the device has 1\d\.\d"):
+        build_engine(
+            replace(CHECKPOINT, tensors=Unread()),
+            replace(CONFIG, kv_cache_memory_bytes=70 * GIB),
+            capture_recorder=must_not_compile,
+            memory_stats=lambda: {"bytes_limit": 18 * GIB, "bytes_in_use": 2 * GIB},
+        )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9\nmore"),
+        MemoryError(),
+    ],
+)
+def test_a_pool_that_cannot_be_allocated_ends_the_boot_in_one_line(boot_again, monkeypatch, error):
+    def full(*given):
+        raise error
+
+    monkeypatch.setattr(boot_module, "ModelRunner", full)
+    with pytest.raises(BootError, match=r"allocating a KV pool of .*--num-gpu-blocks") as refused:
+        boot_again()
+    assert "\n" not in str(refused.value)
+
+
+def test_another_fault_while_the_pool_is_allocated_is_not_taken_for_a_full_memory(
+    boot_again, monkeypatch
+):
+    def broken(*given):
+        raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+
+    monkeypatch.setattr(boot_module, "ModelRunner", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        boot_again()
 
 
 def test_the_pool_is_sized_by_what_the_compiled_steps_leave(trivial):

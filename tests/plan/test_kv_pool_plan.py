@@ -6,10 +6,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.errors import PoolTooSmall
+from jaxserve.errors import ConfigError, PoolTooSmall
 from jaxserve.plan.pool import (
     FREE_MEMORY_JITTER,
     DeviceMemory,
+    check_asked_size,
     grid_step,
     kv_budget_bytes,
     kv_bytes_per_block,
@@ -223,6 +224,90 @@ def test_a_given_size_that_is_too_small_names_the_size_and_the_length_that_work(
     assert knob in text
     shorter = replace(SMALL, max_model_len=1600, **fields)
     assert plan_kv_pool(shorter, BLOCK_BYTES).full_length_requests == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        (
+            {"num_blocks": 1},
+            "--num-gpu-blocks-override 1: 1 blocks of 16 tokens, and one request of 2048 tokens "
+            "needs 129 with the null block; no length would fit: use --num-gpu-blocks-override 129",
+        ),
+        (
+            {"kv_cache_memory_bytes": 1000},
+            "--kv-cache-memory-bytes 1000: 0 blocks of 16 tokens, and one request of 2048 tokens "
+            "needs 129 with the null block; no length would fit: use --kv-cache-memory-bytes "
+            f"{129 * BLOCK_BYTES}",
+        ),
+    ],
+)
+def test_a_given_size_that_holds_no_request_at_all_reads_as_one_sentence(fields, line):
+    assert refusal(replace(SMALL, **fields)) == line
+
+
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [
+        ("num_blocks", "--num-gpu-blocks-override"),
+        ("kv_cache_memory_bytes", "--kv-cache-memory-bytes"),
+    ],
+)
+@pytest.mark.parametrize("value", [0, -5])
+def test_a_size_below_one_is_refused_as_it_was_typed(field, flag, value):
+    with pytest.raises(ConfigError, match=f"{flag} {value}: must be at least 1"):
+        replace(SMALL, **{field: value})
+
+
+def check_asked(config, available, advised=None):
+    check_asked_size(
+        config,
+        BLOCK_BYTES,
+        available_bytes=available,
+        advised_bytes=available if advised is None else advised,
+        where="this host",
+    )
+
+
+@given(st.integers(129, 10**6), st.integers(0, 1), st.booleans())
+def test_a_given_size_passes_up_to_what_is_there_and_the_advised_one_passes(blocks, over, by_bytes):
+    available = blocks * BLOCK_BYTES
+    given_bytes = available + over * (1 if by_bytes else BLOCK_BYTES)
+    config = (
+        replace(SMALL, kv_cache_memory_bytes=given_bytes)
+        if by_bytes
+        else replace(SMALL, num_blocks=given_bytes // BLOCK_BYTES)
+    )
+    if not over:
+        check_asked(config, available)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_asked(config, available)
+    named = re.search(r"use --[a-z-]+ (\d+) or less", str(refused.value))
+    assert named is not None
+    field = "kv_cache_memory_bytes" if by_bytes else "num_blocks"
+    fitting = replace(config, **{field: int(named.group(1))})
+    check_asked(fitting, available)
+    assert plan_kv_pool(fitting, BLOCK_BYTES).num_blocks == blocks
+
+
+def test_a_given_size_larger_than_memory_names_both_sizes_and_one_that_fits():
+    with pytest.raises(ConfigError) as refused:
+        check_asked(replace(SMALL, kv_cache_memory_bytes=70 * GIB), 20 * GIB, 10 * GIB)
+    assert str(refused.value) == (
+        f"--kv-cache-memory-bytes {70 * GIB}: a KV pool of 70.00 GiB, and this host has 20.00 GiB "
+        f"beside the weights; use --kv-cache-memory-bytes {10 * GIB // BLOCK_BYTES * BLOCK_BYTES} "
+        "or less"
+    )
+
+
+def test_a_given_size_where_no_request_fits_says_so():
+    with pytest.raises(ConfigError, match=r"has 0 B beside the weights; one request of 2048 .*45"):
+        check_asked(replace(SMALL, num_blocks=6_000_000_000), -GIB)
+
+
+def test_a_size_that_no_flag_gave_is_not_refused():
+    check_asked(SMALL, -GIB)
 
 
 @given(st.integers(0, 128), st.integers(1, 100))
