@@ -16,6 +16,9 @@ import jax.numpy as jnp
 from jaxserve.plan.batch import SamplingRows
 
 _INT_MIN = -(2**31)
+# Below these float32 underflows; nothing but the likeliest token has a chance anyway.
+_LEAST_TEMPERATURE = 1e-5
+_LEAST_TOP_P = 1e-6
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -51,7 +54,7 @@ def _keep_top_k(keys_XV: jax.Array, top_k_X: jax.Array) -> jax.Array:
 
 def _keep_top_p(keys_XV: jax.Array, weights_XV: jax.Array, top_p_X: jax.Array) -> jax.Array:
     """Threshold of the smallest set of most likely tokens whose weight reaches p of the total."""
-    goal_X = top_p_X * jnp.sum(weights_XV, axis=1)
+    goal_X = jnp.maximum(top_p_X, _LEAST_TOP_P) * jnp.sum(weights_XV, axis=1)
 
     def holds(t_X: jax.Array) -> jax.Array:
         kept = jnp.where(keys_XV >= t_X[:, None], weights_XV, 0.0)
@@ -123,15 +126,18 @@ def _threefry(key_X2: jax.Array, counter_high_X: jax.Array, vocab: int) -> jax.A
 
 
 def _gumbel(bits: jax.Array) -> jax.Array:
-    """Standard Gumbel noise from uniform uint32 bits, float32; the uniform keeps 24 bits and is
-    never 0 or 1."""
-    uniform = (bits >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 + 2.0**-25
+    """Standard Gumbel noise from uniform uint32 bits, float32, always finite.
+
+    The uniform is the middle of one of 2^23 cells. Half a cell more than that would not fit the
+    24 bits of a float32: the last one would round to 1 and its noise to infinity.
+    """
+    uniform = ((bits >> jnp.uint32(9)).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))
 
 
 def _draw(logits_XV: jax.Array, sampling: SamplingRows, positions_X: jax.Array) -> jax.Array:
     """Gumbel-max draw of every row with its own key and position, int32 [X]."""
-    temperature_X = jnp.where(sampling.temperature_X > 0, sampling.temperature_X, 1.0)
+    temperature_X = jnp.maximum(sampling.temperature_X, _LEAST_TEMPERATURE)
     kept_XV = truncate(logits_XV / temperature_X[:, None], sampling)
 
     noise_XV = _gumbel(_threefry(sampling.keys_X2, positions_X, logits_XV.shape[1]))
@@ -142,13 +148,12 @@ def sample(logits_XV: jax.Array, sampling: SamplingRows, positions_X: jax.Array)
     """The next token of each row, int32 [X].
 
     ``logits_XV`` float32; ``positions_X`` int32 is the position the new token will take, which
-    with the row's key fixes the draw. Temperature 0 takes the likeliest token, the lowest id of
-    equals.
+    with the row's key fixes the draw. Temperature 0 (or below 1e-5) takes the likeliest token, the
+    lowest id of equals.
     """
+    drawn_X = sampling.temperature_X >= _LEAST_TEMPERATURE
     greedy_X = _argmax(logits_XV)
-    drawn_X = jax.lax.cond(
-        jnp.any(sampling.temperature_X > 0),
-        lambda: _draw(logits_XV, sampling, positions_X),
-        lambda: greedy_X,
+    token_X = jax.lax.cond(
+        jnp.any(drawn_X), lambda: _draw(logits_XV, sampling, positions_X), lambda: greedy_X
     )
-    return jnp.where(sampling.temperature_X > 0, drawn_X, greedy_X)
+    return jnp.where(drawn_X, token_X, greedy_X)

@@ -179,3 +179,28 @@ def test_the_noise_is_the_threefry_of_jax_random():
     )
     theirs = threefry_2x32((key[0], key[1]), counters)[:VOCAB]
     np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_noise_of_every_extreme_of_the_bits_is_finite():
+    from jaxserve.model.sampling import _gumbel
+
+    bits = jnp.asarray([0, 1, 0x1FF, 0x7FFFFFFF, 0xFFFFFE00, 0xFFFFFF00, 0xFFFFFFFF], jnp.uint32)
+    for noise in (_gumbel(bits), jax.jit(_gumbel, compiler_options=cpu_compiler_options())(bits)):
+        assert np.isfinite(noise).all()
+        assert (np.diff(noise) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"temperature": 2e-38}, {"temperature": 1.0, "top_p": 1e-40}], ids=str
+)
+def test_a_vanishing_setting_takes_the_likeliest_token(setting, jitted_sample):
+    logits = np.random.default_rng(1).normal(0, 3, (1, VOCAB)).astype(np.float32) + 20
+    tokens = [
+        int(
+            jitted_sample(
+                jnp.asarray(logits), rows_of([{**setting, "seed": i}]), jnp.zeros(1, jnp.int32)
+            )[0]
+        )
+        for i in range(20)
+    ]
+    assert set(tokens) == {int(logits.argmax())}
