@@ -5,7 +5,6 @@ With --plan it prints what such a server would compile and hold, and exits.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import difflib
 import json
@@ -20,7 +19,8 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from jaxserve.config import BootConfig, EngineConfig
-from jaxserve.errors import BootError, ConfigError
+from jaxserve.errors import BootError, CheckpointError, ConfigError
+from jaxserve.serve.flags import FlagParser
 from jaxserve.serve.launch import BuildApp, Serving, bind, run_server
 from jaxserve.serve.settings import (
     CheckpointSettings,
@@ -28,109 +28,12 @@ from jaxserve.serve.settings import (
     ServerSettings,
     ServeSettings,
 )
-
-_EXAMPLES = {int: "8", float: "0.9"}
-
-
-class _Parser(argparse.ArgumentParser):
-    """Refuses with one line that names the flag and, where it can, a value that would work."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
-
-
-def _number(kind: type[int] | type[float]) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not {wanted}, e.g. {_EXAMPLES[kind]}"
-            ) from None
-
-    return convert
-
-
-_INT, _FLOAT = _number(int), _number(float)
-
-
-def _parser() -> _Parser:
-    """Flags are named as vLLM names them, other engines' spellings are aliases.
-
-    A flag that is not given stays out of the namespace: defaults live in the records.
-    """
-    parser = _Parser(
-        prog="serve.py",
-        description="Serve a model over the OpenAI API.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    add = parser.add_argument
-    add("positional_model", metavar="MODEL", nargs="?", help="a directory, GGUF file or hub id")
-    add("--model", "--weights", "--model-path", help="the same as a flag")
-    add("--tokenizer", help="directory or hub id of another tokenizer")
-    add("--load-format", choices=["auto", "safetensors", "gguf", "dummy"])
-    add("--served-model-name", "--model-name", dest="served_model_names", action="append")
-    add("--host")
-    add("--port", type=_INT, help="0 takes any free port")
-    add("--api-key", dest="api_keys", action="append", help="may be given several times")
-    add("--chat-template", help="a jinja file, or the template itself")
-    add("--max-queued-requests", type=_INT, help="requests that may wait; more get a 429")
-    add("--shutdown-grace", dest="shutdown_grace_s", type=_FLOAT, help="seconds")
-    add("--metrics-prefix", help="vllm makes an existing board work")
-    add("--log-level", choices=["debug", "info", "warning", "error"])
-    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"])
-    add("--max-model-len", "--context-length", type=_INT, help="tokens")
-    add("--max-num-seqs", "--max-batch-size", "--max-running-requests", type=_INT)
-    add("--max-num-batched-tokens", type=_INT, help="tokens of one step")
-    add(
-        "--gpu-memory-utilization",
-        "--utilization",
-        "--mem-fraction-static",
-        type=_FLOAT,
-        help="share of the whole device that this process may take",
-    )
-    add("--block-size", "--page-size", type=_INT, help="tokens of a KV block")
-    add("--num-gpu-blocks-override", "--num-blocks", dest="num_blocks", type=_INT)
-    add("--kv-cache-memory-bytes", "--kv-cache-bytes", type=_INT)
-    add("--attention-backend", choices=["auto", "rectangle", "streamed"])
-    add("--seed", type=_INT)
-    add(
-        "--cuda-graphs",
-        action=argparse.BooleanOptionalAction,
-        help="compile every step before the first request, over bucketed shapes and inputs that "
-        "stay where they are; --no-cuda-graphs compiles each exact shape when it is first met",
-    )
-    add(
-        "--enforce-eager",
-        action="store_true",
-        help="no ahead-of-time list: each bucket is compiled when it is first met",
-    )
-    add(
-        "--compile-cache-dir",
-        metavar="DIR|none",
-        help="where compiled steps are kept for the next boot, by default the user's cache; "
-        "none keeps nothing",
-    )
-    add("--no-warm", dest="warm", action="store_false", help="do not run each executable once")
-    add("--warm-rows", type=_INT, help="compile no decode of more rows ahead of time")
-    add("--warm-width", type=_INT, help="nor of more tokens of context (rectangle read)")
-    add(
-        "--allow-late-compile",
-        action="store_true",
-        help="compile a shape outside the list when a request meets it, instead of refusing to "
-        "boot with a list that does not cover what is served",
-    )
-    add("--plan", action="store_true", help="print the price list and exit")
-    add("--format", choices=["text", "json"], help="of --plan")
-    add("--target", metavar="h200|a100|l40|FILE", help="compile --plan for a GPU that is not here")
-    return parser
+from jaxserve.serve.text import compile_template
 
 
 def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> ServeSettings:
-    """The settings asked for. Raises ConfigError in one line; SystemExit 0 after --help."""
-    parser = _parser()
+    """The settings asked for. Raises ConfigError in one line, and SystemExit after --help."""
+    parser = FlagParser()
     space, unknown = parser.parse_known_args(argv)
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
@@ -147,6 +50,8 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> ServeSettings
     if not all(given["api_keys"]):
         raise ConfigError("--api-key: an empty key would admit nobody; give a word, or no flag")
     given["served_model_names"] = tuple(given.get("served_model_names", ()))
+    if not all(given["served_model_names"]):
+        raise ConfigError("--served-model-name: a name is empty; give a word, or no flag")
     if "chat_template" in given:
         given["chat_template"] = _chat_template(given["chat_template"])
 
@@ -191,14 +96,21 @@ def _cache_dir(given: str | None, environ: Mapping[str, str]) -> Path | None:
 
 
 def _chat_template(value: str) -> str:
-    if "{{" in value or "{%" in value:
-        return value
+    """The template's text, checked here: a fault in it would end the boot at its very end."""
+    source, named = value, "--chat-template"
+    if "{{" not in value and "{%" not in value:
+        named = f"--chat-template {value}"
+        try:
+            source = Path(value).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{named}: {error}; give a jinja file, or a text with {{{{ }}}}"
+            ) from error
     try:
-        return Path(value).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--chat-template {value}: {error}; give a jinja file, or a text with {{{{ }}}}"
-        ) from error
+        compile_template(source)
+    except CheckpointError as error:
+        raise ConfigError(f"{named}: {error}") from error
+    return source
 
 
 def claim_memory(environ: Any, share: float) -> None:

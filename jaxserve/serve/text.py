@@ -26,8 +26,11 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _compile_template(source: str, now: Callable[[], datetime]) -> jinja2.Template:
-    """The template under the settings `transformers` renders chat templates with, sandboxed."""
+def compile_template(source: str, now: Callable[[], datetime] = datetime.now) -> jinja2.Template:
+    """The template under the settings `transformers` renders chat templates with, sandboxed.
+
+    Raises CheckpointError with the line that does not parse.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
@@ -63,12 +66,13 @@ class Text:
         self._vocabulary = Vocabulary(tokenizer)
         self._bos = [bos_token_id] if add_bos and bos_token_id is not None else []
         self._special_tokens = dict(special_tokens or {})
-        self._template = _compile_template(chat_template, now) if chat_template else None
+        self._template = compile_template(chat_template, now) if chat_template else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises InvalidRequest for text that is no valid Unicode."""
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            # A batch of one: only that form lets other threads run meanwhile.
+            ids = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         except TypeError:  # a str with a lone surrogate has no UTF-8 form
             raise InvalidRequest("the text holds a lone surrogate (\\ud800-\\udfff)") from None
         return ids if not add_special_tokens or ids[:1] == self._bos else self._bos + ids

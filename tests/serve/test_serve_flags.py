@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import jaxserve
 from jaxserve.config import BootConfig, EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.serve import flags
 from jaxserve.serve.settings import CheckpointSettings, ServerSettings
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
@@ -131,12 +135,72 @@ def test_a_chat_template_may_be_a_file(tmp_path):
     assert parse("--chat-template", str(path)).server.chat_template == "hello {{ x }}"
 
 
+def test_a_chat_template_that_does_not_parse_is_refused_with_its_file(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("a\nb {% endfor %}")
+    with pytest.raises(ConfigError, match=f"^--chat-template {path}: .*line 2"):
+        parse("--chat-template", str(path))
+
+
+@pytest.fixture
+def help_entries(capsys) -> dict[str, str]:
+    """What --help says of each flag, by its first name."""
+    with pytest.raises(SystemExit) as left:
+        parse("--help")
+    assert left.value.code == 0
+    listed = capsys.readouterr().out.partition("positional arguments:\n")[2]
+    entries = [" ".join(entry.split()) for entry in re.split(r"(?m)^  (?=\S)", listed)]
+    return {re.split(r"[ ,]", entry)[0]: entry for entry in entries if entry}
+
+
+@pytest.mark.parametrize(
+    ("flag", "default"),
+    [
+        ("--host", "127.0.0.1"),
+        ("--port", "8000"),
+        ("--max-model-len", "2048"),
+        ("--max-num-seqs", "8"),
+        ("--max-num-batched-tokens", "512"),
+        ("--shutdown-grace", "30.0"),
+        ("--block-size", "16"),
+        ("--gpu-memory-utilization", "0.9"),
+        ("--max-queued-requests", "1024"),
+        ("--seed", "0"),
+        ("MODEL", "SmolLM2-135M-Instruct, downloaded once"),
+    ],
+)
+def test_help_says_what_holds_without_a_flag(help_entries, flag, default):
+    assert f"(default: {default})" in help_entries[flag]
+
+
+def test_help_has_a_text_for_every_flag_and_names_the_environments_key(help_entries):
+    assert len(help_entries) > 30
+    for entry in help_entries.values():
+        names = r"-{0,2}[\w-]+( (\{\S+\}|[A-Z_]+|\S+\|\S+))?"  # a flag and its value's name
+        assert re.sub(f"^{names}(, {names})*", "", entry), entry
+    assert "JAXSERVE_API_KEY" in help_entries["--api-key"]
+
+
+def test_a_flag_of_one_record_is_the_only_field_of_its_name():
+    names = [f.name for kind in flags.RECORDS for f in dataclasses.fields(kind)]
+    assert len(names) == len(set(names))  # a flag's destination says whose default it has
+
+
+def test_version_prints_the_packages_own(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse("--version")
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"jaxserve {jaxserve.__version__}\n"
+
+
 @pytest.mark.parametrize(
     ("argv", "flag", "works"),
     [
-        (["--port", "http"], "--port", "e.g. 8"),
+        (["--port", "http"], "--port", "e.g. 8000"),
+        (["--seed", "abc"], "--seed", "e.g. 0"),
+        (["--num-blocks", "x"], "--num-blocks", "e.g. 4096"),
         (["--port", "70000"], "--port", "e.g. 8000"),
-        (["--max-model-len", "2.5"], "--max-model-len", "e.g. 8"),
+        (["--max-model-len", "2.5"], "--max-model-len", "e.g. 2048"),
         (["--max-num-seqs", "0"], "--max-num-seqs", "at least 1"),
         (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization", "0.9"),
         (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization", "0.9"),
@@ -148,7 +212,11 @@ def test_a_chat_template_may_be_a_file(tmp_path):
         (["--max-num", "3"], "--max-num", "--max-num-seqs"),
         (["a", "b"], "b", "--help"),
         (["a", "--model", "b"], "--model", "leave one out"),
-        (["--port"], "--port", "expected one argument"),
+        (["--port"], "--port", "needs a value, e.g. --port 8000"),
+        (["--load-format"], "--load-format", "needs a value, e.g. --load-format auto"),
+        (["--weights"], "--model", "needs a value, e.g. --model owner/name"),
+        (["--served-model-name", ""], "--served-model-name", "give a word"),
+        (["--chat-template", "a\n{% if %}"], "--chat-template", "line 2"),
         (["--api-key", ""], "--api-key", "give a word"),
         (["--chat-template", "/none/such"], "--chat-template", "jinja file"),
         (["--shutdown-grace", "inf"], "--shutdown-grace", "e.g. 30"),
@@ -189,4 +257,4 @@ def test_a_wrong_flag_exits_2_with_one_line_before_jax_is_imported():
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == "serve.py: --port: 'x' is not a whole number, e.g. 8\n"
+    assert done.stderr == "serve.py: --port: 'x' is not a whole number, e.g. 8000\n"
