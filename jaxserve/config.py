@@ -191,6 +191,9 @@ class BootConfig:
                 raise ConfigError(f"{flag} {value}: must be at least 1")
 
 
+MAX_STOP_CHARACTERS = 1024
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are drawn and when they end (vLLM's names and neutral values).
@@ -230,6 +233,12 @@ class SamplingParams:
             raise InvalidRequest(f"stop has {len(self.stop)} strings, at most 16", "stop")
         if any(not s for s in self.stop):
             raise InvalidRequest("stop holds an empty string", "stop")
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARACTERS:  # every token is compared with every start of a stop
+            raise InvalidRequest(
+                f"stop holds a string of {longest} characters, at most {MAX_STOP_CHARACTERS}",
+                "stop",
+            )
 
     @property
     def greedy(self) -> bool:

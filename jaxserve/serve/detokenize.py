@@ -136,7 +136,6 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], include_in_output: bool) -> None:
         self._stops = tuple(stops)
-        self._prefixes = {stop[:n] for stop in self._stops for n in range(1, len(stop))}
         self._longest = max((len(stop) for stop in self._stops), default=0)
         self._include = include_in_output
         self._held = ""
@@ -156,10 +155,13 @@ class StopStrings:
             self._held = ""
             return text[: end if self._include else end + negative_length]
         keep = min(self._longest - 1, len(text))
-        while keep and text[-keep:] not in self._prefixes:
+        while keep and not self._may_start_with(text[-keep:]):
             keep -= 1
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def _may_start_with(self, tail: str) -> bool:
+        return any(stop.startswith(tail) for stop in self._stops)
 
     def flush(self) -> str:
         """The text held back, when no more will come."""
