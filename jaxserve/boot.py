@@ -252,6 +252,7 @@ def build_app(
         tokenizer=choice.tokenizer,
         progress=progress,
     )
+    bundle = checkpoint.fitting_tokenizer()
     laps.lap(("checkpoint", 1))
     booted = build_engine(
         checkpoint,
@@ -262,12 +263,6 @@ def build_app(
         report=report,
         progress=progress,
     )
-    bundle = checkpoint.tokenizer
-    if bundle is None:
-        raise ConfigError(
-            f"{checkpoint.name} has no tokenizer; name one with --tokenizer (a directory or a "
-            "GGUF file)"
-        )
     text = Text(
         bundle.tokenizer,
         chat_template=server.chat_template or bundle.chat_template,

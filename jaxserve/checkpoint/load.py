@@ -17,7 +17,7 @@ from jaxserve.checkpoint.tensors import TensorSource
 from jaxserve.checkpoint.tokenizer import TokenizerBundle, load_hf_tokenizer
 from jaxserve.checkpoint.values import load_json
 from jaxserve.config import ModelConfig
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, ConfigError
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 CONFIG = "config.json"
@@ -35,6 +35,27 @@ class Checkpoint:
     config: ModelConfig
     tokenizer: TokenizerBundle | None
     tensors: TensorSource | None
+
+    def fitting_tokenizer(self) -> TokenizerBundle:
+        """The tokenizer, whose every id the model knows.
+
+        A vocabulary larger than the tokenizer is padding and fits. Raises ConfigError when there is
+        no tokenizer or one of another model.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{self.name} has no tokenizer; name one with --tokenizer (a directory, a GGUF "
+                "file or a hub id)"
+            )
+        ids = self.tokenizer.tokenizer.get_vocab(with_added_tokens=True).values()
+        largest = max(ids, default=-1)
+        if largest >= self.config.vocab_size:
+            raise ConfigError(
+                f"{self.name}: the tokenizer has ids up to {largest}, and the model's vocabulary "
+                f"ends at {self.config.vocab_size - 1} (vocab_size {self.config.vocab_size}): it "
+                "belongs to another model; name the one that fits with --tokenizer"
+            )
+        return self.tokenizer
 
 
 def load_checkpoint(

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from jaxserve.boot import build_app
 from jaxserve.config import BootConfig, EngineConfig
+from jaxserve.errors import ConfigError
 from jaxserve.serve.settings import CheckpointSettings, ServerSettings, ServeSettings
 from tests.golden.weights import draw_tensors
 from tests.serve_fakes import byte_level_tokenizer
@@ -127,6 +128,26 @@ async def test_under_load_of_every_kind_nothing_is_compiled_and_health_says_what
     for shape, steps in capture["replays"].items():
         rows = shape.split("x")[0]
         assert seen["jaxserve:executable_replays_total", rows] == steps
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_tokenizer_that_is_missing_or_foreign_is_refused_before_a_weight_is_read(tmp_path, kept):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 100}))
+    if kept:
+        byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        build_app(
+            ServeSettings(
+                engine=EngineConfig(),
+                checkpoint=CheckpointSettings(model=str(tmp_path), load_format="dummy"),
+                server=ServerSettings(),
+            ),
+            report=lines.append,
+            progress=lambda what, done, total: None,
+            on_death=lambda error: None,
+        )
+    assert lines == []
 
 
 def test_the_boot_report_names_every_phase_from_exec_to_ready(booted):

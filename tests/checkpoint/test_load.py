@@ -6,11 +6,15 @@ import sys
 import huggingface_hub.constants
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from jaxserve.checkpoint import load_checkpoint
-from jaxserve.errors import BootError, CheckpointError
+from jaxserve.checkpoint.load import Checkpoint
+from jaxserve.checkpoint.tokenizer import TokenizerBundle
+from jaxserve.errors import BootError, CheckpointError, ConfigError
 from tests.golden.gguf_fixture import write_gguf
 from tests.golden.weights import draw_tensors, family_config, write_checkpoint
+from tests.models import TINY
 
 FAMILY = "llama_tied"
 
@@ -26,6 +30,36 @@ def test_a_directory_and_a_file_are_told_apart_by_what_they_are(tmp_path):
     assert a.tensors.shapes == b.tensors.shapes
     for name in a.tensors.shapes:
         np.testing.assert_array_equal(a.tensors.get(name), b.tensors.get(name))
+
+
+def with_tokenizer(config, largest_id):
+    """A checkpoint whose tokenizer has ids up to ``largest_id``, an added token."""
+    vocab = {f"t{i}": i for i in range(largest_id)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
+    tokenizer.add_special_tokens(["<last>"])
+    assert tokenizer.token_to_id("<last>") == largest_id
+    return Checkpoint(
+        name="m", config=config, tokenizer=TokenizerBundle(tokenizer=tokenizer), tensors=None
+    )
+
+
+def test_a_tokenizer_fits_up_to_the_vocabularys_last_id_and_may_be_smaller():
+    size = TINY.vocab_size
+    for largest in (1, size - 2, size - 1):
+        checkpoint = with_tokenizer(TINY, largest)
+        assert checkpoint.fitting_tokenizer() is checkpoint.tokenizer
+
+
+def test_a_tokenizer_with_ids_the_model_does_not_know_is_refused_with_both_numbers():
+    size = TINY.vocab_size
+    with pytest.raises(ConfigError, match=rf"up to {size}, .* ends at {size - 1} .*--tokenizer"):
+        with_tokenizer(TINY, size).fitting_tokenizer()
+
+
+def test_a_checkpoint_without_a_tokenizer_names_the_flag():
+    bare = Checkpoint(name="m", config=TINY, tokenizer=None, tensors=None)
+    with pytest.raises(ConfigError, match="m has no tokenizer; name one with --tokenizer"):
+        bare.fitting_tokenizer()
 
 
 def test_a_dummy_model_needs_a_config_only_and_reads_no_weights(tmp_path):
