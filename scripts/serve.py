@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -29,6 +30,9 @@ from jaxserve.serve.settings import (
     ServeSettings,
 )
 from jaxserve.serve.text import compile_template
+
+_BAR_DELAY_S = 0.5  # what is over sooner flashes no bar
+_LINE_EVERY_S = 10.0  # in a log, which is no terminal
 
 
 def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> ServeSettings:
@@ -133,7 +137,7 @@ def _print_plan(settings: ServeSettings, plan: PlanSettings) -> int:
     try:
         target = None if plan.target is None else load_target(plan.target)
         checkpoint = load_checkpoint(  # no weights are read
-            settings.checkpoint.model, load_format="dummy", progress=_ProgressBar()
+            settings.checkpoint.model, load_format="dummy", progress=Progress()
         )
         prices = price_deployment(
             checkpoint,
@@ -141,7 +145,7 @@ def _print_plan(settings: ServeSettings, plan: PlanSettings) -> int:
             settings.boot,
             target,
             build=build,
-            progress=_ProgressBar(),
+            progress=Progress(),
             report=lambda line: print(line, file=sys.stderr),
         )
     except BootError as error:
@@ -156,19 +160,41 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-class _ProgressBar:
-    """One bar at a time on a terminal's stderr, nothing elsewhere."""
+class Progress:
+    """Of one thing at a time: a bar on a terminal's stderr, elsewhere a line now and then.
 
-    def __init__(self) -> None:
+    What counts more than 100,000 is counted in bytes.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._bar: tqdm | None = None
+        self._last: tuple[str, int, int] | None = None
+        self._said_at = 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        if self._bar is not None and (self._bar.total != total or done < self._bar.n):
+        begins = self._last is None or (what, total) != self._last[::2] or done < self._last[1]
+        self._last = None if done >= total else (what, done, total)
+        if sys.stderr.isatty():
+            self._draw(what, done, total, begins)
+        elif begins or (done < total and self._clock() - self._said_at >= _LINE_EVERY_S):
+            self._said_at = self._clock()
+            print(f"{what}: {100 * done // total}%", file=sys.stderr, flush=True)
+
+    def _draw(self, what: str, done: int, total: int, begins: bool) -> None:
+        if begins and self._bar is not None:
             self._bar.close()
             self._bar = None
         if self._bar is None:
-            self._bar = tqdm(total=total, leave=False, disable=None, unit_scale=total > 100_000)
-        self._bar.set_description(what, refresh=False)
+            in_bytes = total > 100_000
+            self._bar = tqdm(
+                desc=what,
+                total=total,
+                leave=False,
+                unit="B" if in_bytes else "it",
+                unit_scale=in_bytes,
+                delay=_BAR_DELAY_S,
+            )
         self._bar.update(done - self._bar.n)
         if done >= total:
             self._bar.close()
@@ -184,7 +210,7 @@ def _builder(settings: ServeSettings) -> BuildApp:
         return build_app(
             settings,
             report=on_phase,
-            progress=_ProgressBar(),
+            progress=Progress(),
             on_death=on_death,
             xla_flags=os.environ.get("XLA_FLAGS", ""),
         )
