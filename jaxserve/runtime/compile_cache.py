@@ -109,6 +109,15 @@ class CompileCache:
         else:
             self._usable = True
 
+    @property
+    def keeps(self) -> bool:
+        """False once nothing more can be written."""
+        return self._usable and self._writable
+
+    def holds(self, name: str, parts: Mapping[str, str]) -> bool:
+        """Whether there is a file for exactly ``parts``; ``load`` may still find it unfit."""
+        return self._usable and (self.directory / entry_name(name, parts)).is_file()
+
     def load(
         self, name: str, parts: Mapping[str, str]
     ) -> tuple[jax.stages.Compiled, EntryInfo] | str:
@@ -235,8 +244,11 @@ class CompileCache:
 
     @contextlib.contextmanager
     def _open(self, path: Path) -> Iterator[Any]:
-        """The file, once it is known to be nobody else's; checked on what was opened."""
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        """The file, once it is known to be nobody else's; checked on what was opened.
+
+        Without O_NONBLOCK, opening a FIFO would wait for a writer.
+        """
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(handle, "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -271,10 +283,20 @@ class CompileCache:
 
 
 def _parse(line: bytes) -> EntryInfo:
+    """The header in ``line``, every value of the type it should have; _Unusable otherwise."""
     try:
-        return EntryInfo(**json.loads(line))
-    except (ValueError, TypeError) as error:
+        info = EntryInfo(**json.loads(line))
+        sound = (
+            all(isinstance(text, str) for item in info.parts.items() for text in item)
+            and all(isinstance(text, str) for text in (info.name, info.sha256))
+            and all(isinstance(n, int) for n in (info.temp_bytes, info.num_bytes, info.num_blocks))
+            and all(isinstance(s, int | float) for s in (info.trace_s, info.compile_s))
+        )
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise _Unusable("its header cannot be read") from error
+    if not sound:
+        raise _Unusable("its header cannot be read")
+    return info
 
 
 def _reason(error: BaseException) -> str:

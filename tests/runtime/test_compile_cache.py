@@ -279,6 +279,36 @@ def test_the_bomb_of_the_test_above_would_go_off(kept, tmp_path):
     assert (tmp_path / "mark").exists()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"parts": None},
+        {"parts": {"step": "add"}},
+        {"parts": PARTS | {"num_blocks": "x"}},
+        {"parts": PARTS | {"num_blocks": 20}},
+        {"num_bytes": "7"},
+        {"temp_bytes": None},
+        {"more": 1},
+        "[" * 200_000,
+        "7",
+    ],
+    ids=lambda damage: str(damage)[:40],
+)
+def test_a_damaged_header_costs_that_entry_only(kept, damage):
+    line, payload = kept.path.read_bytes().split(b"\n", 1)
+    header = damage if isinstance(damage, str) else json.dumps(json.loads(line) | damage)
+    kept.path.write_bytes(header.encode() + b"\n" + payload)
+    assert isinstance(kept.cache.load("add", PARTS), str)
+    assert kept.cache.earlier("add", PARTS | {"num_blocks": "21"}) is None
+    kept.cache.tidy()
+
+
+def test_a_pipe_in_an_entrys_place_is_passed_over_without_waiting_for_a_writer(kept):
+    kept.path.unlink()
+    os.mkfifo(kept.path, 0o600)
+    assert kept.cache.load("add", PARTS) == "no plain file"
+
+
 def test_a_directory_others_may_write_is_not_used(tmp_path, compiled):
     directory = tmp_path / "shared"
     kept = Kept(directory, compiled)
