@@ -74,7 +74,13 @@ def _shards(directory: Path) -> dict[Path, set[str] | None]:
     shards: dict[Path, set[str] | None] = {}
     for tensor, file in weight_map.items():
         # A plain name only: an index must not lead out of its directory.
-        if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
+        if (
+            not isinstance(file, str)
+            or file in ("", ".", "..")
+            or set(file) & set("/\\")
+            or not file.isprintable()
+            or len(file.encode()) > 255  # what a file name may have
+        ):
             raise CheckpointError(
                 f"{index}: tensor {short(tensor)} is said to be in {short(file)}, "
                 "which is no file name in this directory"

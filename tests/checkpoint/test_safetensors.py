@@ -148,7 +148,20 @@ def test_a_tensor_that_the_index_puts_into_the_wrong_shard_is_named(model):
 
 
 @pytest.mark.parametrize(
-    "file", ["../model.safetensors", "/etc/passwd", "a/../../b", "..", "", "a\\b", 7, None]
+    "file",
+    [
+        "../model.safetensors",
+        "/etc/passwd",
+        "a/../../b",
+        "..",
+        "",
+        "a\\b",
+        "x" * 5000,
+        "a\n",
+        "\ud800",
+        7,
+        None,
+    ],
 )
 def test_an_index_must_not_lead_out_of_its_directory(model, file):
     (model.parent / "model.safetensors").write_bytes(b"")
