@@ -32,7 +32,7 @@ from jaxserve.runtime.compiler import StepCompiler, compile_executables, describ
 from jaxserve.runtime.engine import Engine
 from jaxserve.runtime.executables import Built, Executables, Recorder, StepShapes, record
 from jaxserve.runtime.fingerprint import environment_parts
-from jaxserve.runtime.laps import Laps, boot_seconds_line, seconds_since_exec
+from jaxserve.runtime.laps import Laps, boot_seconds_line, seconds_since_start
 from jaxserve.runtime.placing import place_params
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.sizing import (
@@ -174,7 +174,10 @@ def build_engine(
     laps.lap(("plan", 1))
 
     def built(step: Built, done: int, total: int) -> None:
-        report(f"executable {done} of {total}: {describe(step)}")
+        report(f"{done} of {total} executables: {describe(step)}")
+
+    if config.capture_decode:
+        report(sizes.compiler.forecast())
 
     executables = compile_executables(
         shapes,
@@ -244,7 +247,7 @@ def build_app(
     The engine is warm before the bridge, whose thread steps it, exists: a warm-up beside a running
     loop cannot be written here.
     """
-    laps = Laps({"import": seconds_since_exec()})
+    laps = Laps({"import": seconds_since_start()})
     choice, server = settings.checkpoint, settings.server
     checkpoint = load_checkpoint(
         choice.model,

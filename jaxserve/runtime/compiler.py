@@ -88,6 +88,20 @@ class StepCompiler:
         store_s = time.perf_counter() - start
         return replace(built, load_s=load_s, store_s=store_s, cache=f"miss: {found}")
 
+    def forecast(self) -> str:
+        """One line: how many of the list will be compiled, and whether a next boot will again."""
+        keys = planned_keys(self.shapes)
+        cache = self.cache
+        if cache is None:
+            return f"compiling {len(keys)} executables"
+        missing = sum(not cache.holds(key_name(key), self.parts(key)) for key in keys)
+        if not missing:
+            return f"loading {len(keys)} executables from {cache.directory}"
+        what = f"compiling {missing} of {len(keys)} executables"
+        if not cache.keeps:
+            return what
+        return f"{what}, once: the next boot loads them from {cache.directory}"
+
     def earlier(self) -> EntryInfo | None:
         """The entry of an earlier boot of this server, whatever its pool; None: no such boot."""
         if self.cache is None:

@@ -1,4 +1,4 @@
-"""Where the seconds of a boot went, from exec to ready."""
+"""Where the seconds of a boot went, from the start of the process to ready."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ class Laps:
         self._mark = now
 
 
-def seconds_since_exec() -> float:
-    """How long ago this process was started, from the kernel; else its processor time."""
+def seconds_since_start() -> float:
+    """How long ago this process was started, from the kernel; else its processor time.
+
+    The start is the fork. What the process was before its exec counts too: a shell that execs the
+    server as its last command adds its own seconds. The kernel keeps no time of an exec.
+    """
     try:
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -37,6 +41,6 @@ def seconds_since_exec() -> float:
 
 
 def boot_seconds_line(seconds: Mapping[str, float]) -> str:
-    """Where the time from exec to ready went, one line."""
+    """Where the time from process start to ready went, one line."""
     parts = ", ".join(f"{phase} {format_seconds(s)}" for phase, s in seconds.items())
     return f"booted in {format_seconds(sum(seconds.values()))}: {parts}"

@@ -150,7 +150,7 @@ def test_a_tokenizer_that_is_missing_or_foreign_is_refused_before_a_weight_is_re
     assert lines == []
 
 
-def test_the_boot_report_names_every_phase_from_exec_to_ready(booted):
+def test_the_boot_report_names_every_phase_from_the_start_of_the_process_to_ready(booted):
     _, lines = booted
     assert lines[-1].startswith("booted in ")
     phases = [part.split()[0] for part in lines[-1].split(": ", 1)[1].split(", ")]

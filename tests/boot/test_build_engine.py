@@ -177,12 +177,35 @@ def test_a_step_outside_the_list_is_refused_and_not_compiled(second):
 
 
 def test_each_executable_is_one_line_with_its_price_and_where_it_came_from(first, second):
-    pattern = r"executable \d of 4: (.+): [\d.]+ (?:us|ms|s), temp [\d.]+ [KM]?i?B, cache (.+)"
+    pattern = r"\d of 4 executables: (.+): [\d.]+ (?:us|ms|s), temp [\d.]+ [KM]?i?B, cache (.+)"
     for boot, cache in ((first, "miss: not compiled before"), (second, "hit")):
         found = [m.groups() for line in boot.lines if (m := re.fullmatch(pattern, line))]
         assert sorted(found) == sorted((name, cache) for name in NAMES)
     assert sum(line.startswith("KV pool: ") for line in first.lines) == 1
     assert sum(line.startswith("capture list: all 2 shapes") for line in first.lines) == 1
+
+
+def test_a_boot_says_what_it_will_compile_and_where_the_next_one_finds_it(first, second, cache_dir):
+    (said,) = [line for line in first.lines if line.startswith("compiling ")]
+    assert said == (
+        f"compiling 4 of 4 executables, once: the next boot loads them from {cache_dir}"
+    )
+    assert f"loading 4 executables from {cache_dir}" in second.lines
+    assert second.lines.index(f"loading 4 executables from {cache_dir}") < min(
+        i for i, line in enumerate(second.lines) if " of 4 executables: " in line
+    )
+
+
+def test_a_boot_that_keeps_nothing_promises_nothing(first, tmp_path):
+    compiler = StepCompiler(
+        shapes=sizing.step_shapes(MODEL, first.booted.config, (DecodeShape(1, 64),), 9),
+        platform="cpu",
+    )
+    assert compiler.forecast() == "compiling 3 executables"
+    file = tmp_path / "file"
+    file.write_text("")
+    unusable = replace(compiler, cache=CompileCache(file))
+    assert unusable.forecast() == "compiling 3 of 3 executables"
 
 
 def test_a_miss_names_what_changed(boot_again):
@@ -220,13 +243,13 @@ build_engine(CHECKPOINT, CONFIG, boot, report=lambda line: print(line, flush=Tru
     with start() as killed:
         assert killed.stdout is not None
         for line in killed.stdout:
-            if line.startswith("executable 1 of 4"):
+            if line.startswith("1 of 4 executables: "):
                 killed.send_signal(signal.SIGKILL)
                 break
     assert killed.returncode == -signal.SIGKILL
     with start() as again:
         assert again.stdout is not None
-        lines = [line for line in again.stdout if line.startswith("executable")]
+        lines = [line for line in again.stdout if " of 4 executables: " in line]
     assert again.returncode == 0
     assert len(lines) == 4
     assert sum(line.endswith("cache hit\n") for line in lines) >= 1
