@@ -151,8 +151,12 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """True while the thread runs and its last turn is not longer than ``stall_s`` ago."""
-        return self._thread.is_alive() and self.seconds_since_tick < self._stall_s
+        """True while the thread runs and its last turn is not longer than ``stall_s`` ago.
+
+        A thread that has told its streams why it ends is dead, whether or not it is gone yet.
+        """
+        running = self._error is None and self._thread.is_alive()
+        return running and self.seconds_since_tick < self._stall_s
 
     @property
     def accepting(self) -> bool:
