@@ -252,3 +252,4 @@ def test_requests_of_a_loop_that_is_gone_are_aborted():
         await wrapped.shutdown(10)
 
     asyncio.run(rest())
+    assert engine.aborted == ["a"]

@@ -125,3 +125,5 @@ async def test_clients_that_leave_at_any_moment_give_every_block_back():
         async with asyncio.timeout(10):
             while engine.has_unfinished_requests():
                 await asyncio.sleep(0.002)
+        stats = engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks
