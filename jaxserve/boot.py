@@ -30,7 +30,14 @@ from jaxserve.runtime.booted import BootedEngine
 from jaxserve.runtime.compile_cache import CompileCache
 from jaxserve.runtime.compiler import StepCompiler, compile_executables, describe
 from jaxserve.runtime.engine import Engine
-from jaxserve.runtime.executables import Built, Executables, Recorder, StepShapes, record
+from jaxserve.runtime.executables import (
+    Built,
+    Executables,
+    Recorder,
+    StepShapes,
+    planned_keys,
+    record,
+)
 from jaxserve.runtime.fingerprint import environment_parts
 from jaxserve.runtime.laps import Laps, boot_seconds_line, seconds_since_start
 from jaxserve.runtime.placing import place_params
@@ -175,9 +182,11 @@ def build_engine(
 
     def built(step: Built, done: int, total: int) -> None:
         report(f"{done} of {total} executables: {describe(step)}")
+        progress("executables", done, total)
 
     if config.capture_decode:
         report(sizes.compiler.forecast())
+        progress("executables", 0, len(planned_keys(shapes)))
 
     executables = compile_executables(
         shapes,
