@@ -11,12 +11,12 @@ from functools import partial
 
 import jax
 
+from jaxserve.plan.compiled import Key
 from jaxserve.plan.units import format_bytes, format_seconds
 from jaxserve.runtime.compile_cache import CompileCache, EntryInfo, keepable_compiles
 from jaxserve.runtime.executables import (
     Built,
     Executables,
-    Key,
     Recorder,
     StepShapes,
     key_name,

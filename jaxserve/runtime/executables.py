@@ -25,6 +25,7 @@ from jaxserve.plan.batch import (
     prefill_batch_specs,
 )
 from jaxserve.plan.buckets import DecodeShape
+from jaxserve.plan.compiled import Key
 from jaxserve.runtime.steps import jit_decode, jit_permute, jit_prefill
 
 
@@ -96,8 +97,7 @@ class Built:
 
 
 PERMUTE: Literal["permute"] = "permute"
-Key = Literal["permute"] | DecodeShape | int
-"""Names an executable: the row permutation, a decode shape, or a prefill's token bucket."""
+"""The key of the row permutation."""
 
 Lower = Callable[[], jax.stages.Lowered]
 Recorder = Callable[[str, Lower], Built]

@@ -11,7 +11,8 @@ from jaxserve.model.attention import KVPool
 from jaxserve.model.params import Params
 from jaxserve.plan.batch import DecodeState, PrefillBatch
 from jaxserve.plan.buckets import DecodeShape
-from jaxserve.runtime.executables import PERMUTE, Executables, Key, StepShapes, zeros
+from jaxserve.plan.compiled import Key
+from jaxserve.runtime.executables import PERMUTE, Executables, StepShapes, zeros
 
 
 @dataclass(frozen=True)
