@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from jaxserve.errors import ConfigError, InvalidRequest
 
@@ -191,7 +191,13 @@ class BootConfig:
                 raise ConfigError(f"{flag} {value}: must be at least 1")
 
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+MAX_CHOICES = 128
 MAX_STOP_CHARACTERS = 1024
+MAX_LOGIT_BIAS = 300
+MAX_BAD_WORDS = 1024
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,39 +205,108 @@ class SamplingParams:
     """How one request's tokens are drawn and when they end (vLLM's names and neutral values).
 
     temperature 0 is greedy. top_k 0 or -1 keeps all. top_p 1 and min_p 0 keep all. seed None lets
-    the engine draw one. Raises InvalidRequest naming the field.
+    the engine draw one. max_tokens 0 computes the prompt and draws nothing; None draws up to the
+    end of the context.
+
+    presence_penalty and frequency_penalty count the output, repetition_penalty the prompt as well.
+    logit_bias is (token id, what is added to its logit). ``bad_words`` are text; an engine acts on
+    ``bad_words_token_ids``, their spellings in tokens. min_tokens bans what ends a request until
+    that many tokens are drawn.
+
+    logprobs and prompt_logprobs are how many of the likeliest tokens are reported beside each token
+    of the output and of the prompt; None: nothing is. ``raw_logprobs`` are the model's own, over
+    the whole vocabulary at temperature 1; ``processed_logprobs`` those of the distribution drawn
+    from. Raises InvalidRequest naming the field.
     """
 
+    n: int = 1
     max_tokens: int | None = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens={self.max_tokens}, must be at least 1", "max_tokens")
-        if not 0.0 <= self.temperature <= 100.0:  # also false for nan
+        self._check_lengths()
+        self._check_draw()
+        self._check_tokens()
+        self._check_stop()
+
+    def _check_lengths(self) -> None:
+        _check_range("n", self.n, 1, MAX_CHOICES)
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise InvalidRequest(f"max_tokens={self.max_tokens}, must be at least 0", "max_tokens")
+        if self.min_tokens < 0:
+            raise InvalidRequest(f"min_tokens={self.min_tokens}, must be at least 0", "min_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"temperature={self.temperature}, must be in [0, 100]", "temperature"
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}", "min_tokens"
             )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_range(name, value, 0, MAX_LOGPROBS)
+        if self.logprobs_mode not in get_args(LogprobsMode):
+            raise InvalidRequest(
+                f"logprobs_mode={self.logprobs_mode!r}, use one of {get_args(LogprobsMode)}",
+                "logprobs_mode",
+            )
+
+    def _check_draw(self) -> None:
+        _check_range("temperature", self.temperature, 0, 100)
         if self.top_k < -1:
             raise InvalidRequest(f"top_k={self.top_k}, must be -1, 0 (off) or positive", "top_k")
-        if not 0.0 < self.top_p <= 1.0:
+        if not 0.0 < self.top_p <= 1.0:  # also true for nan, here and below
             raise InvalidRequest(f"top_p={self.top_p}, must be in (0, 1]", "top_p")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise InvalidRequest(f"min_p={self.min_p}, must be in [0, 1]", "min_p")
+        _check_range("min_p", self.min_p, 0, 1)
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise InvalidRequest(f"seed={self.seed}, must be a 64-bit integer", "seed")
-        if len(self.stop) > 16:
-            raise InvalidRequest(f"stop has {len(self.stop)} strings, at most 16", "stop")
-        if any(not s for s in self.stop):
+        _check_range("presence_penalty", self.presence_penalty, -2, 2)
+        _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        if not 0.01 <= self.repetition_penalty <= 100.0:
+            raise InvalidRequest(
+                f"repetition_penalty={self.repetition_penalty}, must be in [0.01, 100]",
+                "repetition_penalty",
+            )
+
+    def _check_tokens(self) -> None:
+        _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
+        for token, bias in self.logit_bias:
+            _check_range(f"logit_bias of token {token}", bias, -100, 100, "logit_bias")
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InvalidRequest("logit_bias names a token twice", "logit_bias")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest(
+                "allowed_token_ids is empty: no token could be drawn", "allowed_token_ids"
+            )
+        _check_count("bad_words", self.bad_words, MAX_BAD_WORDS)
+        if not all(self.bad_words):
+            raise InvalidRequest("bad_words holds an empty string", "bad_words")
+        if not all(self.bad_words_token_ids):
+            raise InvalidRequest(
+                "bad_words_token_ids holds a word of 0 tokens", "bad_words_token_ids"
+            )
+
+    def _check_stop(self) -> None:
+        _check_count("stop", self.stop, 16)
+        if not all(self.stop):
             raise InvalidRequest("stop holds an empty string", "stop")
         longest = max(map(len, self.stop), default=0)
         if longest > MAX_STOP_CHARACTERS:  # every token is compared with every start of a stop
@@ -244,3 +319,16 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True when the most likely token is taken."""
         return self.temperature == 0.0
+
+
+def _check_range(
+    what: str, value: float, least: float, most: float, field: str | None = None
+) -> None:
+    """Raise InvalidRequest unless ``value`` is in [least, most]; nan is not."""
+    if not least <= value <= most:
+        raise InvalidRequest(f"{what}={value}, must be in [{least}, {most}]", field or what)
+
+
+def _check_count(field: str, values: tuple[Any, ...], most: int) -> None:
+    if len(values) > most:
+        raise InvalidRequest(f"{field} has {len(values)} entries, at most {most}", field)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from jaxserve.plan.buckets import DecodeShape
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,29 @@ class RequestTimings:
     decode_s: float
 
 
+class TokenLogprobs(NamedTuple):
+    """A token's log probability, natural, its rank (1: likeliest), and the likeliest tokens.
+
+    ``top`` is (token id, log probability), likeliest first, as many as the request asked for; it
+    may hold the token itself.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
 class RequestUpdate(NamedTuple):
     """What one step did for one request; a tuple, because every row makes one every step.
 
     ``new_token_ids`` includes the token that ended the request; ``stop_token_id`` is that token
     when it was an eos or a stop id. Counts are totals so far, the new tokens included.
-    ``timings`` is set exactly when ``finish_reason`` is.
+    ``timings`` is set exactly when ``finish_reason`` is, and ``error`` says why that is "error".
+
+    ``logprobs`` has one entry a new token where the request asked. ``prompt_logprobs`` has one a
+    prompt token, None for the first, and comes once: with the first token, or with the end.
+    ``num_cached_tokens`` counts the prompt tokens that were not computed anew.
     """
 
     request_id: str
@@ -39,6 +56,10 @@ class RequestUpdate(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int
     timings: RequestTimings | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Protocol
 
 import numpy as np
 
 from jaxserve.config import SamplingParams
 from jaxserve.errors import IllegalTransition
 from jaxserve.sched.outputs import FinishReason, RequestTimings
+
+
+class TokenMask(Protocol):
+    """Which tokens may follow what a request has generated so far; a grammar, for one.
+
+    The engine's thread calls it. What it raises ends its own request with "error" and no other.
+    """
+
+    def fill(self, words_W: np.ndarray) -> None:
+        """Write the mask: bit t % 32 of uint32 word t // 32 is 1 where token t may come next."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Advance by a token that was drawn."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """True when nothing more may follow: the request ends with "stop"."""
+        ...
 
 
 class RequestState(Enum):
@@ -29,7 +50,10 @@ class RequestState(Enum):
     FINISHED_STOPPED = auto()
     FINISHED_LENGTH = auto()
     FINISHED_ABORTED = auto()
+    FINISHED_ERROR = auto()
 
+
+_ABORTED_OR_FAILED = frozenset({RequestState.FINISHED_ABORTED, RequestState.FINISHED_ERROR})
 
 # A preempted request may still stop: the token in flight when it lost its blocks counts.
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
@@ -42,37 +66,23 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
             RequestState.FINISHED_ABORTED,
         }
     ),
-    RequestState.DECODING: frozenset(
-        {
-            RequestState.DRAINING,
-            RequestState.PREEMPTED,
-            RequestState.FINISHED_STOPPED,
-            RequestState.FINISHED_ABORTED,
-        }
-    ),
-    RequestState.DRAINING: frozenset(
-        {
-            RequestState.FINISHED_STOPPED,
-            RequestState.FINISHED_LENGTH,
-            RequestState.FINISHED_ABORTED,
-        }
-    ),
-    RequestState.PREEMPTED: frozenset(
-        {
-            RequestState.PREFILLING,
-            RequestState.FINISHED_STOPPED,
-            RequestState.FINISHED_ABORTED,
-        }
-    ),
+    RequestState.DECODING: _ABORTED_OR_FAILED
+    | {RequestState.DRAINING, RequestState.PREEMPTED, RequestState.FINISHED_STOPPED},
+    RequestState.DRAINING: _ABORTED_OR_FAILED
+    | {RequestState.FINISHED_STOPPED, RequestState.FINISHED_LENGTH},
+    RequestState.PREEMPTED: _ABORTED_OR_FAILED
+    | {RequestState.PREFILLING, RequestState.FINISHED_STOPPED},
     RequestState.FINISHED_STOPPED: frozenset(),
     RequestState.FINISHED_LENGTH: frozenset(),
     RequestState.FINISHED_ABORTED: frozenset(),
+    RequestState.FINISHED_ERROR: frozenset(),
 }
 
 _FINISHED: dict[FinishReason, RequestState] = {
     "stop": RequestState.FINISHED_STOPPED,
     "length": RequestState.FINISHED_LENGTH,
     "abort": RequestState.FINISHED_ABORTED,
+    "error": RequestState.FINISHED_ERROR,
 }
 
 

@@ -83,7 +83,6 @@ def test_a_prompt_is_a_text_or_ids_or_a_list_of_either(prompt, prompts):
         ({"prompt": ["a", 1]}, "prompt", "must be a string"),
         ({"prompt": [1, True]}, "prompt", "must be a string"),
         ({"prompt": [1, 2.0]}, "prompt", "must be a string"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens=0"),
         ({"max_tokens": -1}, "max_tokens", "max_tokens=-1"),
         ({"max_tokens": "5"}, "max_tokens", "valid integer"),
         ({"max_tokens": True}, "max_tokens", "valid integer"),
