@@ -12,6 +12,7 @@ JaxserveError
 │   ├── InvalidRequest            400: a field has a value that cannot be
 │   ├── UnknownModel              404
 │   ├── QueueFull                 429
+│   ├── RequestTimeout            504: it ran longer than a request may
 │   └── NotReady                  503: starting or stopping
 └── EngineError                   a fault of ours
     ├── IllegalTransition         a request was moved to a state it cannot reach
@@ -83,6 +84,13 @@ class QueueFull(RequestRefused):
 
     status = 429
     type = "rate_limit_error"
+
+
+class RequestTimeout(RequestRefused):
+    """The request ran longer than a request may."""
+
+    status = 504
+    type = "timeout_error"
 
 
 class NotReady(RequestRefused):

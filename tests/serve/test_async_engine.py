@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxserve.config import SamplingParams
-from jaxserve.errors import EngineDead, InvalidRequest, NotReady, QueueFull
+from jaxserve.errors import EngineDead, InvalidRequest, NotReady, QueueFull, RequestTimeout
 from jaxserve.serve.async_engine import AsyncEngine
 from tests.serve_fakes import ScriptedEngine
 
@@ -253,3 +253,146 @@ def test_requests_of_a_loop_that_is_gone_are_aborted():
 
     asyncio.run(rest())
     assert engine.aborted == ["a"]
+
+
+async def test_a_function_of_the_engine_runs_on_its_thread_between_two_steps():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    async with bridge(engine) as bridged:
+        stream = await bridged.add_request("a", [1], TEN)
+        await until(engine.step_started.is_set)
+        asking = asyncio.create_task(
+            bridged.call(lambda inside: (inside, threading.get_ident(), inside.jobs["a"].emitted))
+        )
+        await asyncio.sleep(0)
+        assert not asking.done()  # the step is held at the gate
+        engine.gate.release()
+        inside, thread, emitted = await asking
+        assert (inside, emitted) == (engine, 1)
+        assert {thread} == engine.threads
+        engine.gate.release(100)
+        assert await tokens_of(stream) == [7] * 10
+
+
+async def test_what_a_function_raises_reaches_its_caller_and_the_engine_goes_on():
+    async with bridge(ScriptedEngine(script=[7])) as bridged:
+        with pytest.raises(ZeroDivisionError):
+            await bridged.call(lambda engine: 1 // 0)
+        assert await tokens_of(await bridged.add_request("a", [1], TEN)) == [7] * 10
+
+
+async def test_a_function_whose_caller_gave_up_is_never_run():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    ran = []
+    async with bridge(engine) as bridged:
+        stream = await bridged.add_request("a", [1], TEN)
+        await until(engine.step_started.is_set)
+        asking = asyncio.create_task(bridged.call(ran.append))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        engine.gate.release(100)
+        await tokens_of(stream)
+        await bridged.call(lambda engine: None)
+    assert ran == []
+
+
+async def test_functions_that_wait_when_the_engine_dies_are_told_and_later_ones_refused():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    wrapped = AsyncEngine(engine, max_requests=9)
+    stream = await wrapped.add_request("a", [1], TEN)
+    await until(engine.step_started.is_set)
+    asking = asyncio.create_task(wrapped.call(lambda engine: None))
+    await asyncio.sleep(0)
+    engine.fault = RuntimeError("the device fell off the bus")
+    engine.gate.release(100)
+    for dead in (asking, tokens_of(stream), wrapped.call(lambda engine: None)):
+        with pytest.raises(EngineDead, match="fell off the bus"):
+            await dead
+    await asyncio.wait_for(wrapped.shutdown(0), 30)
+
+
+async def test_a_request_that_takes_too_long_is_ended_and_told_and_its_place_is_free():
+    now = [0.0]
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    options = {"request_timeout_s": 5.0, "clock": lambda: now[0], "max_requests": 2}
+    async with bridge(engine, **options) as bridged:
+        old = await bridged.add_request("old", [1], LONG)
+        now[0] = 4.0
+        young = await add_during_step(bridged, engine, "young", LONG)
+        now[0] = 5.5
+        engine.gate.release()
+        with pytest.raises(RequestTimeout, match=r"longer than 5 s \(--request-timeout\)"):
+            await tokens_of(old)
+        assert engine.aborted == ["old"]
+        await add_during_step(bridged, engine, "next", LONG)
+        engine.gate.release(100)
+        assert await tokens_of(young) == [7] * 50
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
+async def test_a_pause_holds_new_requests_and_does_to_running_ones_what_its_mode_says(mode):
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    async with bridge(engine) as bridged:
+        running = await bridged.add_request("running", [1], TEN)
+        await until(engine.step_started.is_set)
+        pausing = asyncio.create_task(bridged.pause(mode))
+        await asyncio.sleep(0)
+        engine.gate.release(100)
+        await pausing
+        assert bridged.paused
+        left = [job.params.max_tokens - job.emitted for job in engine.jobs.values()]
+        assert left == ([9] if mode == "keep" else [])
+        assert engine.aborted == (["running"] if mode == "abort" else [])
+        waiting = asyncio.create_task(bridged.add_request("new", [1], TEN))
+        await bridged.call(lambda engine: None)  # the thread has read what came before
+        assert "new" not in engine.jobs
+        await bridged.resume()
+        assert await tokens_of(await waiting) == [7] * 10
+        assert len(await tokens_of(running)) == (1 if mode == "abort" else 10)
+        assert not bridged.paused
+
+
+async def test_a_request_that_leaves_or_runs_out_of_time_during_a_pause_never_runs():
+    now = [0.0]
+    engine = ScriptedEngine(script=[7])
+    async with bridge(engine, request_timeout_s=5.0, clock=lambda: now[0]) as bridged:
+        await bridged.pause("wait")
+        leaving, late = (
+            asyncio.create_task(bridged.add_request(name, [1], TEN)) for name in ("a", "b")
+        )
+        await asyncio.sleep(0)
+        leaving.cancel()
+        now[0] = 6.0
+        with pytest.raises(RequestTimeout):
+            await late
+        await bridged.resume()
+        await until(lambda: bridged.num_open == 0)
+    assert engine.seen == []
+
+
+async def test_a_shutdown_ends_a_pause_so_that_what_it_froze_may_finish():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    wrapped = AsyncEngine(engine, max_requests=9)
+    stream = await wrapped.add_request("a", [1], TEN)
+    pausing = asyncio.create_task(wrapped.pause("keep"))
+    await asyncio.sleep(0)
+    engine.gate.release()
+    await pausing
+    engine.gate.release(100)
+    ending = asyncio.create_task(wrapped.shutdown(60))
+    assert await tokens_of(stream) == [7] * 10
+    await asyncio.wait_for(ending, 30)
+    assert engine.aborted == []
+
+
+async def test_a_second_pause_or_a_resume_lets_the_first_return():
+    engine = ScriptedEngine(script=[7], gate=threading.Semaphore(0))
+    async with bridge(engine) as bridged:
+        stream = await bridged.add_request("a", [1], TEN)
+        first = asyncio.create_task(bridged.pause("wait"))
+        second = asyncio.create_task(bridged.pause("keep"))
+        await asyncio.sleep(0)
+        engine.gate.release(100)
+        await asyncio.wait_for(asyncio.gather(first, second), 30)
+        await bridged.resume()
+        assert await tokens_of(stream) == [7] * 10
