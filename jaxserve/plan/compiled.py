@@ -13,12 +13,16 @@ Key = Literal["permute"] | DecodeShape | int
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFigures:
-    """What the assembler says of one hand-written kernel: registers a thread, bytes spilled."""
+    """What the assembler says of one hand-written kernel: registers a thread, bytes spilled.
+
+    ``static_shared_bytes`` is shared memory fixed by the code; a launch may add to it.
+    """
 
     name: str
     registers: int
     spill_store_bytes: int
     spill_load_bytes: int
+    static_shared_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,12 @@ class Failed:
     why: str
 
 
+def absent_gpu(target: str) -> jax.sharding.Mesh:
+    """A mesh of the one GPU that ``target``, a GpuTargetConfigProto as text, describes."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    return topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+
+
 def cross_compile(
     results: Connection,
     target: str,
@@ -78,14 +84,13 @@ def cross_compile(
     jax.config.update("jax_enable_compilation_cache", False)
     name = "the first step"
     try:
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=target, topology="1x1x1"
-        )
-        mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+        mesh = absent_gpu(target)
         jobs = lowerings(shapes, "cuda", NamedSharding(mesh, PartitionSpec()))
         keep = None
         if build is not None:
-            keep = _Keeper(build, shapes, topology.devices, lambda line: results.send(Note(line)))
+            keep = _Keeper(
+                build, shapes, list(mesh.devices.flat), lambda line: results.send(Note(line))
+            )
         threads = ThreadPoolExecutor(max_workers=workers)
         pending: dict[Future[_Made], Key] = {
             threads.submit(

@@ -1,4 +1,4 @@
-"""Registers and spills of hand-written kernels, as the PTX assembler counts them."""
+"""Registers, spills and shared memory of hand-written kernels, as the PTX assembler counts them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _PALLAS_CALL = re.compile(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|mosai
 _FIGURES = re.compile(
     r"Function properties for (\w+)\s*"
     r"\d+ bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\s*"
-    r".*?Used (\d+) registers",
-    re.DOTALL,
+    r"[^\n]*?Used (\d+) registers(?:[^\n]*?, (\d+) bytes smem)?"
 )
 
 
@@ -44,16 +43,26 @@ def kernel_figures(ptx: Iterable[Path], names: set[str]) -> tuple[KernelFigures,
             continue
         gpu = re.search(r"^\.target (\w+)", text, re.MULTILINE)
         said = _assemble(file, gpu[1]) if gpu else ""
-        for name, stores, loads, registers in _FIGURES.findall(said):
+        for name, stores, loads, registers, shared in _FIGURES.findall(said):
             figures[name] = KernelFigures(
                 name=name,
                 registers=int(registers),
                 spill_store_bytes=int(stores),
                 spill_load_bytes=int(loads),
+                static_shared_bytes=int(shared or 0),
             )
     if not names <= figures.keys():
         return None
     return tuple(figures[name] for name in sorted(names))
+
+
+def assembler_release() -> str | None:
+    """The release of the first assembler there is, as "13.4.59"; None without one."""
+    for assembler in _assemblers():
+        said = subprocess.run([assembler, "--version"], capture_output=True, text=True, check=False)
+        release = re.search(r"\bV(\d+(?:\.\d+)+)", said.stdout)
+        return release[1] if release else None
+    return None
 
 
 def _assemblers() -> Iterator[str]:

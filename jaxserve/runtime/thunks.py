@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -19,6 +20,21 @@ _SILENT = {
     "kAsyncDone",
     "kWaitForStreams",
 }
+_KERNEL = re.compile(
+    r"^ *\d+: kCustomKernel +\[[^\]]*\] (\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]"
+    r"(?: +shared_memory: (\d+) bytes)?",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """How one kernel is started; ``dynamic_shared_bytes`` is what the launch asks for a program."""
+
+    name: str
+    grid: tuple[int, ...]
+    threads: int
+    dynamic_shared_bytes: int
 
 
 @dataclass(frozen=True)
@@ -51,3 +67,15 @@ def count_launches(thunk_sequence: str) -> Launches:
         else:
             once += 1
     return Launches(once, in_loops, in_branches)
+
+
+def kernel_launches(thunk_sequence: str) -> tuple[KernelLaunch, ...]:
+    """The kernels of a ``*.thunk_sequence.txt`` in its order, without library calls and copies."""
+    return tuple(
+        KernelLaunch(name, tuple(_numbers(grid)), math.prod(_numbers(threads)), int(shared or 0))
+        for name, grid, threads, shared in _KERNEL.findall(thunk_sequence)
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]

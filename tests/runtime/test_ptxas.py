@@ -18,7 +18,7 @@ ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'walk_tiles' for 'sm_90a'
 ptxas info    : Function properties for walk_tiles
     16 bytes stack frame, 24 bytes spill stores, 28 bytes spill loads
-ptxas info    : Used 177 registers, used 1 barriers
+ptxas info    : Used 177 registers, used 1 barriers, 512 bytes smem
 """
 
 
@@ -57,8 +57,20 @@ def test_registers_and_spills_are_read_from_the_assemblers_report(assembler, fil
         f"cat >&2 <<'X'\n{REPORT}X"
     )
     assert kernel_figures(files, {"walk_tiles"}) == (
-        KernelFigures(name="walk_tiles", registers=177, spill_store_bytes=24, spill_load_bytes=28),
+        KernelFigures(
+            name="walk_tiles",
+            registers=177,
+            spill_store_bytes=24,
+            spill_load_bytes=28,
+            static_shared_bytes=512,
+        ),
     )
+
+
+def test_a_kernel_without_fixed_shared_memory_has_none_of_it(assembler, files):
+    assembler(f"cat >&2 <<'X'\n{REPORT.replace(', 512 bytes smem', '')}X")
+    (figures,) = kernel_figures(files, {"walk_tiles"}) or ()
+    assert (figures.registers, figures.static_shared_bytes) == (177, 0)
 
 
 def test_an_assembler_too_old_for_the_file_gives_no_figures(assembler, files):

@@ -1,6 +1,6 @@
 """Counting launches in XLA's list of thunks."""
 
-from jaxserve.runtime.thunks import Launches, count_launches
+from jaxserve.runtime.thunks import KernelLaunch, Launches, count_launches, kernel_launches
 
 # A layout XLA printed, shortened: a loop in a loop, a conditional, a sliced copy.
 SEQUENCE = """\
@@ -48,3 +48,16 @@ def test_a_step_after_a_loop_is_outside_it():
 
 def test_an_empty_list_launches_nothing():
     assert count_launches("") == Launches(0, 0, 0)
+
+
+def test_kernels_are_listed_with_their_threads_and_the_shared_memory_a_launch_asks_for():
+    sequence = (
+        "001: kCopy [source | next=002 (1) ] kCopy\n"
+        "002: kCustomKernel [prev=001 (1) | sink] walk grid: [8, 2, 1] threads: [128, 2, 1]"
+        "  shared_memory: 21504 bytes\n"
+        "    003: kCustomKernel [source | sink] add grid: [3, 1, 1] threads: [64, 1, 1]\n"
+    )
+    assert kernel_launches(sequence) == (
+        KernelLaunch("walk", (8, 2, 1), 256, 21504),
+        KernelLaunch("add", (3, 1, 1), 64, 0),
+    )
