@@ -163,7 +163,7 @@ async def test_a_step_that_raises_ends_every_request_and_says_why():
     for stream in streams:
         with pytest.raises(EngineDead, match="fell off the bus"):
             await tokens_of(stream)
-    await until(lambda: not wrapped.alive)
+    await until(lambda: not wrapped.alive and deaths)
     assert deaths == [engine.fault]
     assert not wrapped.accepting
     with pytest.raises(EngineDead, match="fell off the bus"):
@@ -179,7 +179,7 @@ async def test_books_that_do_not_balance_when_idle_end_the_engine():
     deaths: list[BaseException] = []
     wrapped = AsyncEngine(Leaky(script=[7]), max_requests=9, on_death=deaths.append)
     await tokens_of(await wrapped.add_request("a", [1], TEN))
-    await until(lambda: not wrapped.alive)
+    await until(lambda: not wrapped.alive and deaths)
     assert "a block is lost" in str(deaths[0])
 
 
