@@ -114,6 +114,9 @@ class EngineConfig:
     ``bucket_decode`` rounds a decode step's shape up to a closed set, ``persist_inputs`` donates
     the decode state so that it stays where it is, ``capture_decode`` compiles every step before the
     first request. An engine refuses two of the three.
+
+    ``enable_prefix_caching`` keeps the K/V of full blocks for later requests that begin with the
+    same tokens.
     """
 
     max_model_len: int = 2048
@@ -126,6 +129,7 @@ class EngineConfig:
     attention_backend: AttentionBackend = "auto"
     dtype: DType | Literal["auto"] = "auto"
     watermark: float = 0.01
+    enable_prefix_caching: bool = True
     seed: int = 0
     bucket_decode: bool = True
     persist_inputs: bool = True

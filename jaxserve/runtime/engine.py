@@ -104,9 +104,19 @@ class Engine:
         self._fault: BaseException | None = None
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        group: str | None = None,
     ) -> None:
-        """Queue a request. Raises InvalidRequest, which leaves the engine as it was."""
+        """Queue a request. Raises InvalidRequest, which leaves the engine as it was.
+
+        Only requests of equal ``cache_salt`` share cached blocks. Requests of one ``group``, the
+        choices of one answer, share their prompt's blocks even where prefix caching is off.
+        """
         self._check_alive()
         if request_id in self._live:
             raise InvalidRequest(f"request id {request_id} is in use", "request_id")
@@ -124,6 +134,8 @@ class Engine:
             key=seed_key(params.seed, self._config.seed, arrival),
             arrival=arrival,
             arrived_at=self._clock(),
+            cache_salt=cache_salt,
+            group=group,
         )
         self._scheduler.add(request)
         self._live.add(request_id)
@@ -158,6 +170,15 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         """True while a step has something to run, to read back or to report."""
         return bool(len(self._scheduler) or self._flight or self._aborts)
+
+    @property
+    def weight_version(self) -> int:
+        """Which weights compute what is scheduled next, counted from 0."""
+        return self._scheduler.prefix_cache.weight_version
+
+    def reset_prefix_cache(self) -> None:
+        """Share nothing that is computed so far; requests that run go on with what they hold."""
+        self._scheduler.reset_prefix_cache()
 
     def audit(self) -> None:
         """Raise AuditFailed unless pool, rows, requests and tokens in flight balance."""
@@ -248,6 +269,7 @@ class Engine:
             None,
             len(request.prompt_token_ids),
             len(request.output_token_ids),
+            num_cached_tokens=request.num_cached_tokens,
         )
 
     def _finish(
@@ -263,4 +285,5 @@ class Engine:
             num_prompt_tokens=len(request.prompt_token_ids),
             num_output_tokens=len(request.output_token_ids),
             timings=request.timings(now),
+            num_cached_tokens=request.num_cached_tokens,
         )

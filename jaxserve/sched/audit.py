@@ -39,6 +39,7 @@ def audit_scheduler(
             if name != "running":
                 _check_holds_nothing(request)
             _check_counts(request, scheduler.pool.block_size, in_flight.get(request_id, 0))
+            scheduler.prefix_cache.audit(request)
     lost = set(expected) ^ set(seen)
     if lost:
         raise AuditFailed(f"requests {sorted(lost)} are lost or should be gone")

@@ -68,8 +68,11 @@ class EngineStats:
 
     ``num_blocks`` counts the blocks requests can own (the null block is not one).
     ``num_waiting`` includes preempted requests. ``prompt_tokens`` counts prompt tokens of
-    requests whose prompt was computed (a recomputed prompt counts once), ``generation_tokens``
-    tokens given to requests. ``scheduled_tokens`` counts every token a step computed, recomputed
+    requests whose prompt was computed or found (a recomputed prompt counts once),
+    ``generation_tokens`` tokens given to requests. ``prefix_cache_queries`` counts prompt tokens
+    looked up in the prefix cache and ``prefix_cache_hits`` those found, both when a request is
+    first scheduled: what it finds again after a preemption is no hit. ``weight_version`` is that of
+    the weights in use. ``scheduled_tokens`` counts every token a step computed, recomputed
     ones included. ``shape_replays`` maps a decode shape to the steps run at it and
     ``decode_replays`` its rows; ``padded_rows`` sums the rows of those steps that held no request,
     and ``padded_cells`` the (row, key) pairs read for nobody, as if each row were the longest.
@@ -83,6 +86,9 @@ class EngineStats:
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    weight_version: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

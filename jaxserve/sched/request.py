@@ -107,6 +107,10 @@ class Request:
     drawn on the device and not read back. ``arrival`` numbers requests in order of arrival.
     ``max_output_tokens`` is where length ends the request. ``*_at`` are seconds of the engine's
     clock.
+
+    ``chain`` holds the digests of full blocks behind their root (see PrefixCache), empty where the
+    request shares nothing; the first ``num_registered`` of ``block_ids`` are offered to others.
+    ``num_cached_tokens`` counts prompt tokens found in the cache when it was first scheduled.
     """
 
     request_id: str
@@ -117,12 +121,17 @@ class Request:
     key: tuple[int, int]
     arrival: int
     arrived_at: float
+    cache_salt: str = ""
+    group: str | None = None
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0
     block_ids: list[int] = field(default_factory=list)
+    chain: list[bytes] = field(default_factory=list)
+    num_registered: int = 0
+    num_cached_tokens: int = 0
     row: int | None = None
     first_scheduled_at: float | None = None
     first_token_at: float | None = None

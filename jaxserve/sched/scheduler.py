@@ -10,6 +10,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineError, InvalidRequest
 from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.outputs import FinishReason
+from jaxserve.sched.prefix import PrefixCache
 from jaxserve.sched.request import Request, RequestState
 from jaxserve.sched.rows import RowTable
 
@@ -64,7 +65,9 @@ class Scheduler:
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks, config.block_size)
+        caching = config.enable_prefix_caching
+        self.pool = BlockPool(num_blocks, config.block_size, keep_unused=caching)
+        self.prefix_cache = PrefixCache(self.pool, enabled=caching)
         self.rows = RowTable(config.max_num_seqs)
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.running: OrderedDict[str, Request] = OrderedDict()
@@ -110,6 +113,11 @@ class Scheduler:
             if place.pop(request.request_id, None) is not None:
                 return
 
+    def reset_prefix_cache(self, weight_version: int | None = None) -> None:
+        """Share nothing that is computed so far; see PrefixCache.reset."""
+        unfinished = (*self.running.values(), *self.waiting.values(), *self.draining.values())
+        self.prefix_cache.reset(unfinished, weight_version)
+
     def schedule(self, now: float) -> Schedule | None:
         """Decide the next iteration and advance the books past it; None when nothing can run.
 
@@ -121,11 +129,13 @@ class Scheduler:
         for request in tuple(self.running.values()):
             if request.state is RequestState.DECODING:
                 if request.num_computed == len(request.block_ids) * self.pool.block_size:
+                    self.prefix_cache.register(request, request.num_computed)
                     self._grow(request, request.num_computed + 1)
             elif request.state is RequestState.PREFILLING:
                 # Only the youngest can be here: a prompt is cut when the budget ends at it.
                 count = min(request.num_tokens - request.num_computed, budget)
                 if self._grow(request, request.num_computed + count):
+                    self.prefix_cache.register(request, request.num_computed + count)
                     prefilling.append((request, count))
                     budget -= count
             else:  # preempted by an older one, and so is everything younger
@@ -165,8 +175,7 @@ class Scheduler:
         return request
 
     def _release(self, request: Request) -> None:
-        self.pool.free(request.block_ids)
-        request.block_ids = []
+        self.prefix_cache.release(request)
         if request.row is not None:
             self.rows.vacate(request)
 
@@ -179,16 +188,23 @@ class Scheduler:
         """
         while self.waiting and budget and len(self.running) < self._max_num_seqs:
             request = next(iter(self.waiting.values()))
-            free_after = self.pool.num_free - self.pool.blocks_for(request.num_tokens)
+            shared = self.prefix_cache.match(request)
+            # Shared blocks that nobody uses stop being free as well.
+            needed = self.pool.blocks_for(request.num_tokens) - len(shared)
+            free_after = self.pool.num_free - self.pool.num_unused(shared) - needed
             if self.running and free_after < self._watermark_blocks:
                 return
             del self.waiting[request.request_id]
             self.running[request.request_id] = request
             request.move_to(RequestState.PREFILLING)
+            self.prefix_cache.take(request, shared)
             if request.first_scheduled_at is None:
                 request.first_scheduled_at = now
-            count = min(request.num_tokens, budget)
-            request.block_ids = self.pool.allocate(self.pool.blocks_for(count))
+            count = min(request.num_tokens - request.num_computed, budget)
+            end = request.num_computed + count
+            request.block_ids += self.pool.allocate(self.pool.blocks_for(end) - len(shared))
+            # The next in the queue may share what this very iteration computes.
+            self.prefix_cache.register(request, end)
             prefilling.append((request, count))
             budget -= count
 

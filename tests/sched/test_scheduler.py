@@ -2,79 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, EngineError, InvalidRequest
-from jaxserve.sched.audit import audit_scheduler
-from jaxserve.sched.request import Request, RequestState
-from jaxserve.sched.scheduler import Schedule, Scheduler
-from tests.fakes import make_request
-
-Z = 8
-
-
-class Loop:
-    """Runs a scheduler as the engine does, one iteration ahead; every token is 7."""
-
-    def __init__(self, num_blocks: int = 100, **changes: Any) -> None:
-        values: dict[str, Any] = {
-            "max_model_len": 200,
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 32,
-            "block_size": Z,
-            "watermark": 0.0,
-        }
-        self.scheduler = Scheduler(EngineConfig(**values | changes), num_blocks)
-        self.requests: list[Request] = []
-        self.flight: Schedule | None = None
-        self.now = 0.0
-
-    def add(self, prompt: int, output: int = 50) -> Request:
-        request = make_request(len(self.requests), [3] * prompt, max_output_tokens=output)
-        self.scheduler.add(request)
-        self.requests.append(request)
-        return request
-
-    def step(self) -> Schedule | None:
-        self.now += 1.0
-        schedule = self.scheduler.schedule(self.now)
-        for request in self.sampled():
-            reason = request.commit(7, self.now)
-            if reason is not None:
-                self.scheduler.finish(request, reason)
-        self.flight = schedule
-        self.audit()
-        return schedule
-
-    def sampled(self) -> list[Request]:
-        """Requests whose token the iteration in flight draws, those that ended left out."""
-        if self.flight is None:
-            return []
-        drawn = self.flight.decode + [c.request for c in self.flight.chunks if c.samples]
-        return [request for request in drawn if request.finish_reason is None]
-
-    def audit(self) -> None:
-        live = [r.request_id for r in self.requests if r.finish_reason is None]
-        audit_scheduler(self.scheduler, live, Counter(r.request_id for r in self.sampled()))
-
-    def run(self, until: RequestState | None = None, request: Request | None = None) -> None:
-        for _ in range(2000):
-            if request is not None and request.state is until:
-                return
-            if self.step() is None and not len(self.scheduler):
-                return
-        raise AssertionError("no end after 2000 steps")
-
-
-def chunks_of(schedule: Schedule | None) -> list[tuple[str, int, int]]:
-    assert schedule is not None
-    return [(chunk.request.request_id, chunk.start, chunk.end) for chunk in schedule.chunks]
+from jaxserve.sched.request import RequestState
+from tests.sched_loop import Loop, Z, chunks_of
 
 
 def test_requests_are_admitted_in_order_and_packed_until_the_budget_ends():
@@ -204,17 +138,22 @@ def test_a_preempted_request_computes_prompt_and_output_again_and_keeps_its_outp
     st.integers(6, 20),
     st.floats(0, 0.99),
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=12),
+    st.booleans(),
 )
-def test_a_watermark_delays_an_admission_and_never_excludes_one(num_blocks, watermark, sizes):
-    loop = Loop(num_blocks=num_blocks, watermark=watermark)
+def test_a_watermark_delays_an_admission_and_never_excludes_one(
+    num_blocks, watermark, sizes, caching
+):
+    loop = Loop(num_blocks=num_blocks, watermark=watermark, enable_prefix_caching=caching)
     requests = [loop.add(prompt, output) for prompt, output in sizes]
     share = watermark * (num_blocks - 1)
     for _ in range(2000):
         if not len(loop.scheduler):
             break
         preempted = loop.scheduler.num_preemptions
+        before = set(loop.scheduler.running.values())
         schedule = loop.step()
-        admitted = [c.request for c in schedule.chunks if c.start == 0] if schedule else []
+        chunks = schedule.chunks if schedule else []
+        admitted = [c.request for c in chunks if c.request not in before]
         held = {id(r) for r in loop.scheduler.running.values()}
         if admitted and held - {id(r) for r in admitted}:
             # They came on top of others, which hold something still.
@@ -237,9 +176,10 @@ def test_a_watermark_holds_a_request_back_while_another_runs():
 @given(
     st.integers(6, 12),
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=2, max_size=12),
+    st.booleans(),
 )
-def test_the_oldest_running_request_is_never_preempted_and_all_get_done(num_blocks, sizes):
-    loop = Loop(num_blocks=num_blocks)
+def test_the_oldest_running_request_is_never_preempted_and_all_get_done(num_blocks, sizes, caching):
+    loop = Loop(num_blocks=num_blocks, enable_prefix_caching=caching)
     requests = [loop.add(prompt, output) for prompt, output in sizes]
     for _ in range(2000):
         if not len(loop.scheduler):
