@@ -27,6 +27,7 @@ from tokenizers import (
 from jaxserve.config import SamplingParams
 from jaxserve.errors import InvalidRequest
 from jaxserve.sched.outputs import EngineStats, FinishReason, RequestTimings, RequestUpdate
+from jaxserve.sched.request import TokenMask
 from jaxserve.serve.app import AppParts, create_app
 from jaxserve.serve.async_engine import AsyncEngine
 from jaxserve.serve.metrics import Metrics
@@ -101,6 +102,7 @@ class _Job:
     prompt: list[int]
     params: SamplingParams
     emitted: int = 0
+    mask: TokenMask | None = None
 
 
 @dataclass
@@ -121,13 +123,21 @@ class ScriptedEngine:
     jobs: dict[str, _Job] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     seen: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    options: list[tuple[str, str | None]] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
     _updates: list[RequestUpdate] = field(default_factory=list)
     _steps: int = 0
     _tokens: int = 0
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        mask: TokenMask | None = None,
+        cache_salt: str = "",
+        group: str | None = None,
     ) -> None:
         self.threads.add(threading.get_ident())
         prompt = list(prompt_token_ids)
@@ -138,8 +148,9 @@ class ScriptedEngine:
         if not all(0 <= token_id < self.vocab_size for token_id in prompt):
             raise InvalidRequest("a prompt token is outside the vocabulary", "prompt")
         assert request_id not in self.jobs
-        self.jobs[request_id] = _Job(prompt, params)
+        self.jobs[request_id] = _Job(prompt, params, mask=mask)
         self.seen.append((prompt, params))
+        self.options.append((cache_salt, group))
 
     def abort_request(self, request_id: str) -> None:
         self.threads.add(threading.get_ident())

@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar
 from jaxserve.config import SamplingParams
 from jaxserve.errors import EngineDead, NotReady, QueueFull, RequestRefused, RequestTimeout
 from jaxserve.sched.outputs import EngineStats, RequestUpdate
-from jaxserve.serve.inbox import Abort, Add, Call, Message, PauseMode, Stop
+from jaxserve.sched.request import TokenMask
+from jaxserve.serve.inbox import Abort, Add, Call, EngineOptions, Message, PauseMode, Stop
 from jaxserve.serve.streams import Accepted, Item, RequestStream
 
 T = TypeVar("T")
@@ -27,7 +28,14 @@ class Engine(Protocol):
     """What the engine thread calls; nothing else ever touches the engine."""
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        mask: TokenMask | None = None,
+        cache_salt: str = "",
+        group: str | None = None,
     ) -> None: ...
     def abort_request(self, request_id: str) -> None: ...
     def step(self) -> list[RequestUpdate]: ...
@@ -87,11 +95,18 @@ class AsyncEngine:
     # What coroutines call.
 
     async def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        mask: TokenMask | None = None,
+        cache_salt: str = "",
+        group: str | None = None,
     ) -> RequestStream:
         """Hands a request to the engine and returns its updates once the engine took it.
 
-        ``request_id`` must be new. Raises what Engine.add_request raises, QueueFull, NotReady
+        ``request_id`` must be new; the options are the engine's. Raises what Engine.add_request raises, QueueFull, NotReady
         while stopping, RequestTimeout, EngineDead.
         """
         stream = RequestStream(request_id, self.abort)
@@ -104,7 +119,10 @@ class AsyncEngine:
                 )
             self._open += 1
             deadline = self._clock() + self._request_timeout_s
-            self._inbox.put(Add(stream, prompt_token_ids, params, deadline))
+            options = EngineOptions(cache_salt=cache_salt, group=group)
+            if mask is not None:
+                options["mask"] = mask
+            self._inbox.put(Add(stream, prompt_token_ids, params, options, deadline))
         try:
             await stream.accepted()
         except asyncio.CancelledError:
@@ -278,7 +296,9 @@ class AsyncEngine:
     def _add(self, message: Add) -> Item:
         request_id = message.stream.request_id
         try:
-            self._engine.add_request(request_id, message.prompt_token_ids, message.params)
+            self._engine.add_request(
+                request_id, message.prompt_token_ids, message.params, **message.options
+            )
         except RequestRefused as refusal:
             self._forget(request_id)
             return refusal

@@ -98,7 +98,10 @@ def decoder_rules(decoder: dict[str, Any] | None) -> DecoderRules:
 
 
 class Vocabulary:
-    """The bytes of every token id, worked out when first asked for; shared by all requests."""
+    """The bytes of every token id, worked out when first asked for; shared by all requests.
+
+    No token stands for more than ``longest_token_bytes`` bytes of text.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -108,6 +111,9 @@ class Vocabulary:
             token_id
             for token_id, added in tokenizer.get_added_tokens_decoder().items()
             if added.special
+        )
+        self.longest_token_bytes = max(
+            (len(token.encode()) for token in tokenizer.get_vocab()), default=0
         )
         self._bytes: dict[int, bytes] = {}
 
@@ -177,6 +183,8 @@ class Detokenizer:
     become U+FFFD one invalid sequence at a time, also at the end of the output.
 
     ``continues`` says that the text does not start here, so no leading space is dropped.
+    ``num_characters`` counts what the tokens so far decode to, held back or not: it is the offset
+    of the next token in the text.
     """
 
     def __init__(
@@ -194,6 +202,7 @@ class Detokenizer:
         self._to_strip = 0 if continues else vocabulary.rules.strip_count
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = StopStrings(stop, include_stop_str_in_output)
+        self.num_characters = 0
 
     @property
     def stop_string(self) -> str | None:
@@ -211,7 +220,9 @@ class Detokenizer:
         self._first = False
         if self._to_strip:
             data = self._strip(data)
-        return self._stops.push(self._utf8.decode(data))
+        text = self._utf8.decode(data)
+        self.num_characters += len(text)
+        return self._stops.push(text)
 
     def flush(self) -> str:
         """The rest, when the last token has been pushed."""

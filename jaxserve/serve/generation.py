@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from jaxserve.config import SamplingParams
 from jaxserve.errors import NotReady
 from jaxserve.sched.outputs import EngineStats
+from jaxserve.sched.request import TokenMask
 from jaxserve.serve.detokenize import Detokenizer
 from jaxserve.serve.metrics import RequestMetrics
 from jaxserve.serve.streams import RequestStream
@@ -20,7 +21,14 @@ class EngineClient(Protocol):
     """What the routes need of AsyncEngine."""
 
     async def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        mask: TokenMask | None = None,
+        cache_salt: str = "",
+        group: str | None = None,
     ) -> RequestStream: ...
     @property
     def max_requests(self) -> int: ...

@@ -5,12 +5,21 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from jaxserve.config import SamplingParams
+from jaxserve.sched.request import TokenMask
 from jaxserve.serve.streams import RequestStream
 
 PauseMode = Literal["abort", "wait", "keep"]
+
+
+class EngineOptions(TypedDict, total=False):
+    """What Engine.add_request takes besides a prompt and its sampling."""
+
+    mask: TokenMask
+    cache_salt: str
+    group: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +29,7 @@ class Add:
     stream: RequestStream
     prompt_token_ids: Sequence[int]
     params: SamplingParams
+    options: EngineOptions
     deadline: float
 
 

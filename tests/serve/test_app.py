@@ -214,7 +214,7 @@ async def test_one_refused_prompt_of_several_refuses_the_call_and_ends_the_other
         ("/v1/completions", {"prompt": ""}, 400, "prompt", "0 tokens"),
         ("/v1/completions", {"prompt": [99999]}, 400, "prompt", "vocabulary"),
         ("/v1/completions", {"prompt": [-1]}, 400, "prompt", "vocabulary"),
-        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "at least 1"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "max_tokens", "at least 0"),
         ("/v1/completions", {"prompt": "x", "n": 3}, 400, "n", "n is not supported"),
         ("/v1/completions", {"prompt": "x", "best": 3}, 400, "best", "unknown field"),
         ("/v1/completions", {"prompt": ["a"] * 65}, 400, "prompt", "65 prompts, at most 64"),
