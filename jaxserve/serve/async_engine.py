@@ -106,8 +106,8 @@ class AsyncEngine:
     ) -> RequestStream:
         """Hands a request to the engine and returns its updates once the engine took it.
 
-        ``request_id`` must be new; the options are the engine's. Raises what Engine.add_request raises, QueueFull, NotReady
-        while stopping, RequestTimeout, EngineDead.
+        ``request_id`` must be new; the options are the engine's. Raises what Engine.add_request
+        raises, QueueFull, NotReady while stopping, RequestTimeout, EngineDead.
         """
         stream = RequestStream(request_id, self.abort)
         with self._gate:
