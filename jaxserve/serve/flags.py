@@ -185,6 +185,12 @@ class FlagParser(argparse.ArgumentParser):
             help="how decode reads the KV cache: as one gathered rectangle, or streamed in tiles; "
             "auto is streamed",
         )
+        self.add_argument(
+            "--enable-prefix-caching",
+            action=argparse.BooleanOptionalAction,
+            help="keep the KV blocks of earlier requests for those that begin with the same tokens "
+            "(the default)",
+        )
         self._value("--seed", kind=int, help="of the sampling of requests that bring none")
 
     def _add_boot(self) -> None:

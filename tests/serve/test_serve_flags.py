@@ -84,6 +84,8 @@ def test_without_flags_the_records_own_defaults_hold():
         (["--kv-cache-memory-bytes", "9"], "engine.kv_cache_memory_bytes", 9),
         (["--kv-cache-bytes", "9"], "engine.kv_cache_memory_bytes", 9),
         (["--attention-backend", "streamed"], "engine.attention_backend", "streamed"),
+        (["--enable-prefix-caching"], "engine.enable_prefix_caching", True),
+        (["--no-enable-prefix-caching"], "engine.enable_prefix_caching", False),
         (["--seed", "7"], "engine.seed", 7),
         (["--plan"], "plan.format", "text"),
         (["--plan", "--format", "json"], "plan.format", "json"),
