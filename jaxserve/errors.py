@@ -13,6 +13,7 @@ JaxserveError
 │   ├── UnknownModel              404
 │   ├── QueueFull                 429
 │   ├── RequestTimeout            504: it ran longer than a request may
+│   ├── RequestFailed             500: it met a fault that is its own alone
 │   └── NotReady                  503: starting or stopping
 └── EngineError                   a fault of ours
     ├── IllegalTransition         a request was moved to a state it cannot reach
@@ -91,6 +92,13 @@ class RequestTimeout(RequestRefused):
 
     status = 504
     type = "timeout_error"
+
+
+class RequestFailed(RequestRefused):
+    """A fault of the request's own ended it, such as a grammar that became too complex."""
+
+    status = 500
+    type = "server_error"
 
 
 class NotReady(RequestRefused):
