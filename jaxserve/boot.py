@@ -13,7 +13,7 @@ from jaxserve import __version__
 from jaxserve.checkpoint.load import Checkpoint, load_checkpoint
 from jaxserve.config import BootConfig, DType, EngineConfig, ModelConfig
 from jaxserve.errors import BootError, ConfigError
-from jaxserve.model.params import Params
+from jaxserve.model.params import Params, stacks_layers
 from jaxserve.plan.batch import prefill_batch_specs
 from jaxserve.plan.buckets import DecodeShape, PrefillBuckets
 from jaxserve.plan.gates import (
@@ -147,7 +147,8 @@ def build_engine(
     laps = laps or Laps()
     boot = boot or BootConfig()
     model = checkpoint.config
-    config = resolve(config, model, jax.default_backend())
+    platform = jax.default_backend()
+    config = resolve(config, model, platform)
     buckets, read = decode_buckets(config), decode_read(config)
     switches = {
         "bucket_decode": config.bucket_decode,
@@ -161,15 +162,17 @@ def build_engine(
 
     size = format_bytes(weight_bytes(model, config.dtype))
     report(f"loading {checkpoint.name}: {size} of {config.dtype} weights")
-    params = place_params(model, config.dtype, checkpoint, progress)
+    params = place_params(
+        model, config.dtype, checkpoint, progress, stacked=stacks_layers(platform)
+    )
     laps.lap(("weights", 1))
 
     cache = None
     if boot.compile_cache_dir is not None and config.capture_decode:
         cache = CompileCache(boot.compile_cache_dir, report)
     compiler = StepCompiler(
-        shapes=step_shapes(model, config, (), config.blocks_per_row + 1),
-        platform=jax.default_backend(),
+        shapes=step_shapes(model, config, (), config.blocks_per_row + 1, platform),
+        platform=platform,
         cache=cache,
         environment={} if cache is None else environment_parts(xla_flags),
         recorder=capture_recorder,

@@ -56,12 +56,13 @@ def price_deployment(
             "--plan: a server that compiles no list has no prices; keep --cuda-graphs"
         )
     model = checkpoint.config
-    config = resolve(config, model, jax.default_backend() if target is None else "cuda")
+    platform = jax.default_backend() if target is None else "cuda"
+    config = resolve(config, model, platform)
     buckets = decode_buckets(config)
     capture = plan_capture(
         buckets, num_heads=model.num_heads, max_rows=boot.warm_rows, max_width=boot.warm_width
     )
-    shapes = step_shapes(model, config, capture.shapes, config.blocks_per_row + 1)
+    shapes = step_shapes(model, config, capture.shapes, config.blocks_per_row + 1, platform)
 
     def compile_list(
         target: GpuTarget, shapes: StepShapes, build: Build | None = None

@@ -18,19 +18,27 @@ class KVPool(NamedTuple):
     """One K and one V array [C, K, Z, H] per layer; every step takes it donated and gives it back.
 
     Separate arrays per layer, because an update in place of a slice of one stacked array, read in
-    the same program, makes XLA copy the pool.
+    the same program, makes XLA copy the pool. Steps that walk stacked layers in a loop carry one
+    array of L * C blocks instead: layer l's block c is l * C + c, so nothing is sliced.
     """
 
     k: tuple[Any, ...]
     v: tuple[Any, ...]
 
 
-def kv_pool_specs(config: ModelConfig, num_blocks: int, block_size: int, dtype: str) -> KVPool:
-    """``KVPool`` of ArraySpec."""
+def kv_pool_specs(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: str, *, stacked: bool = False
+) -> KVPool:
+    """``KVPool`` of ArraySpec, for ``stacked`` layers or for one array a layer."""
+    arrays = 1 if stacked else config.num_layers
     spec: ArraySpec = kv_pool_spec(
-        num_blocks, config.num_kv_heads, block_size, config.head_dim, dtype
+        num_blocks * config.num_layers // arrays,
+        config.num_kv_heads,
+        block_size,
+        config.head_dim,
+        dtype,
     )
-    return KVPool(k=(spec,) * config.num_layers, v=(spec,) * config.num_layers)
+    return KVPool(k=(spec,) * arrays, v=(spec,) * arrays)
 
 
 def attend_decode(

@@ -127,8 +127,11 @@ class LlamaForCausalLM(nnx.Module):
 _LEAVES = {"weight": ("kernel", "scale", "embedding"), "bias": ("bias",)}
 
 
-def params_of(module: LlamaForCausalLM) -> Params:
-    """The fused pytree of a module's weights, in their dtype; works under ``jax.jit``."""
+def params_of(module: LlamaForCausalLM, *, stacked: bool = False) -> Params:
+    """The fused pytree of a module's weights, in their dtype; works under ``jax.jit``.
+
+    ``stacked``: with the layers in one, see ``Params``.
+    """
 
     def get(name: str) -> jax.Array:
         *path, leaf = name.split(".")
@@ -141,14 +144,15 @@ def params_of(module: LlamaForCausalLM) -> Params:
                 return value.T if attribute == "kernel" else value
         raise AttributeError(f"{name} has none of {_LEAVES[leaf]}")
 
-    return build_params(module.config, get, concat=jnp.concatenate)
+    return build_params(module.config, get, concat=jnp.concatenate, stacked=stacked)
 
 
-def init_params(config: ModelConfig, dtype: str, seed: int) -> Params:
+def init_params(config: ModelConfig, dtype: str, seed: int, *, stacked: bool = False) -> Params:
     """Random weights, made on the device by the module's initialisers."""
 
     @jax.jit
     def make(key: jax.Array) -> Params:
-        return params_of(LlamaForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(key)))
+        module = LlamaForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(key))
+        return params_of(module, stacked=stacked)
 
     return make(jax.random.key(seed))

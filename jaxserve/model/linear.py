@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 # At most this many rows are summed by reduction; more are worth the library's packing.
 _MOST_ROWS = 16
-# Sums a reduction carries side by side. One load of the weight serves them all, so one row runs
-# four streams of weights at once; but XLA:CPU allocates an object per sum on every call, and past
-# a handful that costs the host more than it saves.
-_SUMS = 4
+# Sums a reduction carries side by side, at least: one row runs eight streams of weights at once.
+# One load of a weight serves all rows. A single sum over [rows, O, I] would do so too, but inside
+# a loop over layers XLA then copies the layer's weights out of the stacked ones first.
+_SUMS = 8
 
 
 def cpu_compiler_options() -> dict[str, bool]:
@@ -35,11 +35,7 @@ def _reduced(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
     # Barriers, or what makes x and what takes the product would be fused in and computed per sum.
     x_TI = jax.lax.optimization_barrier(x_TI.astype(jnp.float32))
     rows, n_out = x_TI.shape[0], w_OI.shape[0]
-    if rows > _SUMS:
-        return jax.lax.optimization_barrier(
-            jnp.sum(w_OI.astype(jnp.float32)[None, :, :] * x_TI[:, None, :], axis=2)
-        )
-    streams = next(n for n in range(_SUMS // rows, 0, -1) if n_out % n == 0)
+    streams = next(n for n in range(max(1, _SUMS // rows), 0, -1) if n_out % n == 0)
     products = tuple(
         part_OI.astype(jnp.float32) * x_TI[row][None, :]
         for row in range(rows)

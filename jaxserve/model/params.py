@@ -6,7 +6,8 @@ them and what both XLA:CPU and cuBLAS read fastest at few rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,37 +33,68 @@ class LayerParams(NamedTuple):
 
 
 class Params(NamedTuple):
-    """A whole model; ``head_VD`` is None when the embedding is the output matrix (tied)."""
+    """A whole model; ``head_VD`` is None when the embedding is the output matrix (tied).
+
+    ``layers`` is a tuple of layers, or one LayerParams whose arrays have a leading axis L: the
+    *stacked* layout, whose layers a step walks in a loop (see ``stacks_layers``).
+    """
 
     embed_VD: Any
-    layers: tuple[LayerParams, ...]
+    layers: tuple[LayerParams, ...] | LayerParams
     final_norm_D: Any
     head_VD: Any | None
 
 
-def param_specs(config: ModelConfig, dtype: str) -> Params:
+def stacks_layers(platform: str) -> bool:
+    """Whether steps on ``platform`` walk stacked layers in a loop.
+
+    A loop's program does not grow with the layers, so it compiles, loads and is called several
+    times faster. On CPUs it reads the stacked weights where they lie; on GPUs library products
+    take no slice, so every layer's weights would be copied at every step.
+    """
+    return platform == "cpu"
+
+
+@partial(jax.jit, donate_argnums=0)
+def _insert(stacked: LayerParams, layer: LayerParams, index: jax.Array) -> LayerParams:
+    return jax.tree.map(lambda all_L, one: all_L.at[index].set(one), stacked, layer)
+
+
+def stack_layers(layers: Iterable[LayerParams], num_layers: int) -> LayerParams:
+    """``num_layers`` layers as one with a leading axis L; holds one layer more than the result."""
+    stacked = None
+    for i, layer in enumerate(layers):
+        if stacked is None:
+            stacked = jax.tree.map(lambda a: jnp.zeros((num_layers, *a.shape), a.dtype), layer)
+        stacked = _insert(stacked, layer, jnp.int32(i))
+    assert stacked is not None  # a model has a layer
+    return stacked
+
+
+def param_specs(config: ModelConfig, dtype: str, *, stacked: bool = False) -> Params:
     """``Params`` of ShapeDtypeStruct, what executables are lowered from."""
 
-    def spec(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    def spec(*shape: int, lead: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*lead, *shape), jnp.dtype(dtype))
 
     d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
     e = config.q_size + 2 * config.kv_size
+    each = partial(spec, lead=(config.num_layers,) if stacked else ())
     layer = LayerParams(
-        attn_norm_D=spec(d),
-        qkv_ED=spec(e, d),
-        qkv_bias_E=spec(e) if config.qkv_bias else None,
-        out_DQ=spec(d, config.q_size),
-        out_bias_D=spec(d) if config.o_bias else None,
-        ffn_norm_D=spec(d),
-        gate_up_JD=spec(2 * f, d),
-        gate_up_bias_J=spec(2 * f) if config.mlp_bias else None,
-        down_DF=spec(d, f),
-        down_bias_D=spec(d) if config.mlp_bias else None,
+        attn_norm_D=each(d),
+        qkv_ED=each(e, d),
+        qkv_bias_E=each(e) if config.qkv_bias else None,
+        out_DQ=each(d, config.q_size),
+        out_bias_D=each(d) if config.o_bias else None,
+        ffn_norm_D=each(d),
+        gate_up_JD=each(2 * f, d),
+        gate_up_bias_J=each(2 * f) if config.mlp_bias else None,
+        down_DF=each(d, f),
+        down_bias_D=each(d) if config.mlp_bias else None,
     )
     return Params(
         embed_VD=spec(v, d),
-        layers=(layer,) * config.num_layers,
+        layers=layer if stacked else (layer,) * config.num_layers,
         final_norm_D=spec(d),
         head_VD=None if config.tie_word_embeddings else spec(v, d),
     )
@@ -73,12 +105,15 @@ def build_params(
     get: Callable[[str], Any],
     concat: Callable[[list[Any]], Any] = np.concatenate,
     put: Callable[[Any], Any] = lambda a: a,
+    *,
+    stacked: bool = False,
 ) -> Params:
     """Fuse a checkpoint's tensors, one layer at a time.
 
     ``get`` maps a Hugging Face tensor name to an array [out, in]; ``concat`` joins arrays on
     axis 0; ``put`` places a finished array (casts it and moves it to the device), so host memory
     holds one layer at most. With jax.numpy's concatenate it also runs under jit, on the device.
+    ``stacked`` layers are joined on the device.
     """
 
     def fused(prefix: str, names: tuple[str, ...], leaf: str, present: bool = True) -> Any | None:
@@ -107,7 +142,7 @@ def build_params(
 
     return Params(
         embed_VD=put(get("model.embed_tokens.weight")),
-        layers=tuple(layers()),
+        layers=stack_layers(layers(), config.num_layers) if stacked else tuple(layers()),
         final_norm_D=put(get("model.norm.weight")),
         head_VD=None if config.tie_word_embeddings else put(get("lm_head.weight")),
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,21 @@ from jaxserve.model.linear import linear, product
 from jaxserve.model.params import LayerParams, Params
 from jaxserve.model.rotary import rotary_table, rotate
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+class Attend(Protocol):
+    """The read of one layer: q [T, N, H] against the pool's arrays, [T, N, H].
+
+    ``first_block`` is where the layer's block 0 lies in them.
+    """
+
+    def __call__(
+        self,
+        first_block: jax.Array | int,
+        q_TNH: jax.Array,
+        k_pool: jax.Array,
+        v_pool: jax.Array,
+        /,
+    ) -> jax.Array: ...
 
 
 def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
@@ -31,7 +47,7 @@ def _attention(
     v_pool: jax.Array,
     table: tuple[jax.Array, jax.Array],
     slots_T: jax.Array,
-    attend: Attend,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of one layer: writes the new K/V, then reads; returns (output, k_pool, v_pool)."""
     tokens = x_TD.shape[0]
@@ -60,20 +76,46 @@ def forward(
     slots_T: jax.Array,
     attend: Attend,
 ) -> tuple[KVPool, jax.Array]:
-    """All layers over T tokens: their K/V go to ``slots_T`` of the pool.
+    """All layers over T tokens: their K/V go to ``slots_T`` of each layer's blocks.
 
-    ``attend(q_TNH, k_pool, v_pool) -> [T, N, H]`` is the read; decode and prefill differ in it
-    alone. Returns the pool and the last hidden states [T, D], normed.
+    ``attend`` is the read; decode and prefill differ in it alone. Returns the pool and the last
+    hidden states [T, D], normed.
     """
     table = rotary_table(config, positions_T)
     x_TD = params.embed_VD[tokens_T]
-    k, v = list(pool.k), list(pool.v)
-    for i, layer in enumerate(params.layers):
+
+    def run(
+        layer: LayerParams,
+        x_TD: jax.Array,
+        k_pool: jax.Array,
+        v_pool: jax.Array,
+        first_block: jax.Array | int,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         normed = rms_norm(x_TD, layer.attn_norm_D, config.rms_norm_eps)
-        out, k[i], v[i] = _attention(config, layer, normed, k[i], v[i], table, slots_T, attend)
+        slots = slots_T + first_block * k_pool.shape[2]
+        out, k_pool, v_pool = _attention(
+            config, layer, normed, k_pool, v_pool, table, slots, partial(attend, first_block)
+        )
         x_TD = x_TD + out
         x_TD = x_TD + _ffn(layer, rms_norm(x_TD, layer.ffn_norm_D, config.rms_norm_eps))
-    return KVPool(tuple(k), tuple(v)), rms_norm(x_TD, params.final_norm_D, config.rms_norm_eps)
+        return x_TD, k_pool, v_pool
+
+    if isinstance(params.layers, LayerParams):
+        stacked = params.layers
+        num_blocks = pool.k[0].shape[0] // config.num_layers
+        x_TD, *halves = jax.lax.fori_loop(
+            0,
+            config.num_layers,
+            lambda i, carry: run(jax.tree.map(lambda a: a[i], stacked), *carry, i * num_blocks),
+            (x_TD, pool.k[0], pool.v[0]),
+        )
+        pool = KVPool(*((half,) for half in halves))
+    else:
+        k, v = list(pool.k), list(pool.v)
+        for i, layer in enumerate(params.layers):
+            x_TD, k[i], v[i] = run(layer, x_TD, k[i], v[i], 0)
+        pool = KVPool(tuple(k), tuple(v))
+    return pool, rms_norm(x_TD, params.final_norm_D, config.rms_norm_eps)
 
 
 def logits(params: Params, hidden_XD: jax.Array) -> jax.Array:

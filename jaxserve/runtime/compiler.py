@@ -58,6 +58,7 @@ class StepCompiler:
                     "blocks_per_row",
                     "max_num_seqs",
                     "persist_inputs",
+                    "stacked",
                 )
             },
         }

@@ -51,7 +51,8 @@ def zeros(tree: Any) -> Any:
 class StepShapes:
     """Everything that fixes the programs: the model, the pool, the rows and the bucket lists.
 
-    ``persist_inputs``: the decode state is donated, so it stays where it is.
+    ``persist_inputs``: the decode state is donated, so it stays where it is. ``stacked``: the
+    layers are one, walked in a loop (see ``Params``).
     """
 
     model: ModelConfig
@@ -64,10 +65,13 @@ class StepShapes:
     decode: tuple[DecodeShape, ...]
     prefill_tokens: tuple[int, ...]
     persist_inputs: bool = True
+    stacked: bool = False
 
     def pool_specs(self) -> KVPool:
         """``KVPool`` of ArraySpec."""
-        return kv_pool_specs(self.model, self.num_blocks, self.block_size, self.dtype)
+        return kv_pool_specs(
+            self.model, self.num_blocks, self.block_size, self.dtype, stacked=self.stacked
+        )
 
     def state_specs(self) -> DecodeState:
         """``DecodeState`` of ArraySpec."""
@@ -212,7 +216,7 @@ def lower_step(
     if key == PERMUTE:
         sources = structs(permutation_spec(shapes.max_num_seqs))
         return jit_permute(persist_inputs=shapes.persist_inputs).lower(state, sources)
-    params = structs(param_specs(shapes.model, shapes.dtype))
+    params = structs(param_specs(shapes.model, shapes.dtype, stacked=shapes.stacked))
     pool = structs(shapes.pool_specs())
     model, backend, persist = shapes.model, shapes.backend, shapes.persist_inputs
     if isinstance(key, DecodeShape):

@@ -19,10 +19,15 @@ def place_params(
     dtype: str,
     checkpoint: Checkpoint,
     progress: Callable[[str, int, int], None],
+    *,
+    stacked: bool = False,
 ) -> Params:
-    """The checkpoint's weights, fused and on the device in ``dtype``; random without tensors."""
+    """The checkpoint's weights, fused and on the device in ``dtype``; random without tensors.
+
+    ``stacked``: with the layers in one, see ``Params``.
+    """
     if checkpoint.tensors is None:
-        return jax.block_until_ready(init_params(model, dtype, seed=0))
+        return jax.block_until_ready(init_params(model, dtype, seed=0, stacked=stacked))
     tensors = checkpoint.tensors
     total, done = len(tensors.shapes), 0
 
@@ -33,4 +38,9 @@ def place_params(
         progress("loading tensors", done, total)
         return array
 
-    return build_params(model, get, put=lambda a: jax.device_put(a.astype(jnp.dtype(dtype))))
+    return build_params(
+        model,
+        get,
+        put=lambda a: jax.device_put(a.astype(jnp.dtype(dtype))),
+        stacked=stacked,
+    )

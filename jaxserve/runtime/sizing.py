@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from jaxserve.config import BootConfig, EngineConfig, ModelConfig
 from jaxserve.errors import BootUnsound, ConfigError
 from jaxserve.model.attention import decode_tile
+from jaxserve.model.params import stacks_layers
 from jaxserve.plan.buckets import DecodeBuckets, DecodeShape, PrefillBuckets
 from jaxserve.plan.capture import CapturePlan, plan_capture
 from jaxserve.plan.gates import DecodeRead, check_capture_limit, check_capture_matches_cache
@@ -56,6 +57,7 @@ def step_shapes(
     config: EngineConfig,
     decode: tuple[DecodeShape, ...],
     num_blocks: int,
+    platform: str,
 ) -> StepShapes:
     """What the programs are compiled from: the ``decode`` list, a pool of ``num_blocks``."""
     return StepShapes(
@@ -69,6 +71,7 @@ def step_shapes(
         decode=decode,
         prefill_tokens=PrefillBuckets(config.max_num_batched_tokens).tokens,
         persist_inputs=config.persist_inputs,
+        stacked=stacks_layers(platform),
     )
 
 
@@ -186,7 +189,7 @@ def plan_sizes(
 
     def sized(capture: CapturePlan | None, num_blocks: int) -> StepCompiler:
         decode = () if capture is None else capture.shapes
-        return replace(compiler, shapes=step_shapes(model, config, decode, num_blocks))
+        return replace(compiler, shapes=step_shapes(model, config, decode, num_blocks, compiler.platform))
 
     capture = plan_list(None, 0)
     probe = sized(capture, config.blocks_per_row + 1)

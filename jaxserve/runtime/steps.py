@@ -74,7 +74,9 @@ def decode_step(
         rows.last_tokens_B,
         lens_B,
         slots_B,
-        lambda q, k, v: attend_decode(config, backend, q, k, v, read_tables_BP, seen_B),
+        lambda first_block, q, k, v: attend_decode(
+            config, backend, q, k, v, read_tables_BP + first_block, seen_B
+        ),
     )
     tokens_B = sample(logits(params, hidden_BD), rows.sampling, seen_B)
     state = state._replace(
@@ -106,13 +108,13 @@ def prefill_step(
         batch.tokens_T,
         batch.positions_T,
         batch.slots_T,
-        lambda q, k, v: attend_prefill(
+        lambda first_block, q, k, v: attend_prefill(
             config,
             backend,
             q,
             k,
             v,
-            batch.block_tables_SP,
+            batch.block_tables_SP + first_block,
             batch.context_lens_S,
             batch.cu_query_lens_S1,
         ),

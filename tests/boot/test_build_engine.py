@@ -198,7 +198,7 @@ def test_a_boot_says_what_it_will_compile_and_where_the_next_one_finds_it(first,
 
 def test_a_boot_that_keeps_nothing_promises_nothing(first, tmp_path):
     compiler = StepCompiler(
-        shapes=sizing.step_shapes(MODEL, first.booted.config, (DecodeShape(1, 64),), 9),
+        shapes=sizing.step_shapes(MODEL, first.booted.config, (DecodeShape(1, 64),), 9, "cpu"),
         platform="cpu",
     )
     assert compiler.forecast() == "compiling 3 executables"
@@ -274,7 +274,7 @@ def planned(trivial, free_bytes, cache=None, temp_bytes=1000, used=()):
     config = replace(CONFIG, dtype="float32", attention_backend="streamed")
     limit = int(20 * GIB * config.gpu_memory_utilization)
     compiler = StepCompiler(
-        shapes=sizing.step_shapes(MODEL, config, (), 9),
+        shapes=sizing.step_shapes(MODEL, config, (), 9, "cpu"),
         platform="cpu",
         cache=cache,
         recorder=recorder,
@@ -541,7 +541,7 @@ def test_a_warm_up_beside_a_running_loop_is_refused_before_it_touches_the_state(
     class Watched:
         permute_rows = decode = prefill = lambda *given: untouched()
 
-    shapes = sizing.step_shapes(MODEL, second.booted.config, (DecodeShape(1, 64),), 20)
+    shapes = sizing.step_shapes(MODEL, second.booted.config, (DecodeShape(1, 64),), 20, "cpu")
     with pytest.raises(BootUnsound, match="warm first"):
         warm_engine(Watched(), shapes, serving=True)
     with pytest.raises(AssertionError, match="the state was written"):

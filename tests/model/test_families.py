@@ -23,7 +23,7 @@ from tests.models import pack_prefill
 BLOCK, P = 8, 16
 
 
-def all_logits(config, params, prompts):
+def all_logits(config, params, prompts, stacked):
     """Logits [T, V] of the packed prompts, computed as prefill computes them."""
     blocks = np.random.default_rng(0).permutation(np.arange(1, 1 + P * len(prompts))).tolist()
     batch = pack_prefill(
@@ -33,17 +33,17 @@ def all_logits(config, params, prompts):
         blocks_per_row=P,
         block_size=BLOCK,
     )
-    pool = zeros(kv_pool_specs(config, 1 + P * len(prompts), BLOCK, "float32"))
+    pool = zeros(kv_pool_specs(config, 1 + P * len(prompts), BLOCK, "float32", stacked=stacked))
 
     def run(params, pool, batch):
-        def attend(q, k, v):
+        def attend(first_block, q, k, v):
             return attend_prefill(
                 config,
                 "streamed",
                 q,
                 k,
                 v,
-                batch.block_tables_SP,
+                batch.block_tables_SP + first_block,
                 batch.context_lens_S,
                 batch.cu_query_lens_S1,
             )
@@ -56,15 +56,16 @@ def all_logits(config, params, prompts):
     return np.asarray(jax.jit(run, compiler_options=compiler_options("cpu"))(params, pool, batch))
 
 
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "stacked"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_those_of_transformers_to_1e_4(family, tmp_path):
+def test_logits_equal_those_of_transformers_to_1e_4(family, stacked, tmp_path):
     golden = family_golden(family)
     checkpoint = load_checkpoint(str(write_checkpoint(tmp_path, family)))
     assert golden["weights_sha256"] == weights_sha256(draw_tensors(family_config(family)))
-    params = build_params(checkpoint.config, checkpoint.tensors.get)
+    params = build_params(checkpoint.config, checkpoint.tensors.get, stacked=stacked)
     count = sum(name.startswith("prompt_") for name in golden)
     prompts = [golden[f"prompt_{i}"] for i in range(count)]
-    got = all_logits(checkpoint.config, params, prompts)
+    got = all_logits(checkpoint.config, params, prompts, stacked)
     start = 0
     for i, prompt in enumerate(prompts):
         rows = got[start + golden[f"positions_{i}"]]
