@@ -1,12 +1,18 @@
-"""Count what a compiled GPU step launches, from the list of thunks that XLA prints."""
+"""List and count what a compiled GPU step launches, from the thunks that XLA prints."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-_THUNK = re.compile(r"^( *)\d+: (k\w+)")
+_THUNK = re.compile(r"^( *)(\d+): (k\w+) *(?:\[[^\]]*\])? *(\S*)(.*)$")
+_SHAPE = re.compile(
+    r"^ grid: \[([\d, ]+)\] threads: \[([\d, ]+)\](?: +shared_memory: (\d+) bytes)?"
+)
 _LOOPS = {"kWhile"}
 _BRANCHES = {"kConditional"}
 # They hold other thunks or wait for them, and launch nothing themselves.
@@ -20,21 +26,23 @@ _SILENT = {
     "kAsyncDone",
     "kWaitForStreams",
 }
-_KERNEL = re.compile(
-    r"^ *\d+: kCustomKernel +\[[^\]]*\] (\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]"
-    r"(?: +shared_memory: (\d+) bytes)?",
-    re.MULTILINE,
-)
 
 
 @dataclass(frozen=True)
-class KernelLaunch:
-    """How one kernel is started; ``dynamic_shared_bytes`` is what the launch asks for a program."""
+class Launch:
+    """A kernel, a library call or a copy, started once a step, on turns of a loop or in a branch.
 
+    ``number`` is the thunk's. ``grid``, ``threads`` and ``dynamic_shared_bytes``, which the launch
+    asks for each program, are a kernel's; empty and 0 for the others.
+    """
+
+    number: int
+    kind: str
     name: str
-    grid: tuple[int, ...]
-    threads: int
-    dynamic_shared_bytes: int
+    where: Literal["once", "loop", "branch"]
+    grid: tuple[int, ...] = ()
+    threads: int = 0
+    dynamic_shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,36 +54,31 @@ class Launches:
     in_branches: int
 
 
-def count_launches(thunk_sequence: str) -> Launches:
-    """Count ``*.thunk_sequence.txt``, one thunk a line, nested ones indented under their holder."""
-    once = in_loops = in_branches = 0
+def list_launches(thunk_sequence: str) -> Iterator[Launch]:
+    """Read ``*.thunk_sequence.txt``, one thunk a line, nested ones indented under their holder."""
     holders: list[tuple[int, str]] = []
     for line in thunk_sequence.splitlines():
         match = _THUNK.match(line)
         if match is None:
             continue
-        indent, kind = len(match[1]), match[2]
+        indent, kind = len(match[1]), match[3]
         while holders and holders[-1][0] >= indent:
             holders.pop()
-        held_by = {holder for _, holder in holders}
         if kind in _SILENT:
             holders.append((indent, kind))
-        elif held_by & _BRANCHES:
-            in_branches += 1
-        elif held_by & _LOOPS:
-            in_loops += 1
-        else:
-            once += 1
-    return Launches(once, in_loops, in_branches)
+            continue
+        held_by = {holder for _, holder in holders}
+        where = "branch" if held_by & _BRANCHES else "loop" if held_by & _LOOPS else "once"
+        shape = _SHAPE.match(match[5])
+        if shape is None:
+            yield Launch(int(match[2]), kind, match[4], where)
+            continue
+        grid, threads = (tuple(int(n) for n in side.split(",")) for side in shape.group(1, 2))
+        shared = int(shape[3] or 0)
+        yield Launch(int(match[2]), kind, match[4], where, grid, math.prod(threads), shared)
 
 
-def kernel_launches(thunk_sequence: str) -> tuple[KernelLaunch, ...]:
-    """The kernels of a ``*.thunk_sequence.txt`` in its order, without library calls and copies."""
-    return tuple(
-        KernelLaunch(name, tuple(_numbers(grid)), math.prod(_numbers(threads)), int(shared or 0))
-        for name, grid, threads, shared in _KERNEL.findall(thunk_sequence)
-    )
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",")]
+def count_launches(thunk_sequence: str) -> Launches:
+    """Count ``*.thunk_sequence.txt``."""
+    count = Counter(launch.where for launch in list_launches(thunk_sequence))
+    return Launches(count["once"], count["loop"], count["branch"])

@@ -69,7 +69,9 @@ def test_registers_and_spills_are_read_from_the_assemblers_report(assembler, fil
 
 def test_a_kernel_without_fixed_shared_memory_has_none_of_it(assembler, files):
     assembler(f"cat >&2 <<'X'\n{REPORT.replace(', 512 bytes smem', '')}X")
-    (figures,) = kernel_figures(files, {"walk_tiles"}) or ()
+    found = kernel_figures(files, {"walk_tiles"})
+    assert found is not None
+    (figures,) = found
     assert (figures.registers, figures.static_shared_bytes) == (177, 0)
 
 

@@ -1,6 +1,6 @@
 """Counting launches in XLA's list of thunks."""
 
-from jaxserve.runtime.thunks import KernelLaunch, Launches, count_launches, kernel_launches
+from jaxserve.runtime.thunks import Launch, Launches, count_launches, list_launches
 
 # A layout XLA printed, shortened: a loop in a loop, a conditional, a sliced copy.
 SEQUENCE = """\
@@ -50,14 +50,17 @@ def test_an_empty_list_launches_nothing():
     assert count_launches("") == Launches(0, 0, 0)
 
 
-def test_kernels_are_listed_with_their_threads_and_the_shared_memory_a_launch_asks_for():
+def test_each_launch_is_listed_with_its_place_and_a_kernels_shape():
     sequence = (
         "001: kCopy [source | next=002 (1) ] kCopy\n"
         "002: kCustomKernel [prev=001 (1) | sink] walk grid: [8, 2, 1] threads: [128, 2, 1]"
         "  shared_memory: 21504 bytes\n"
+        "013: kWhile [prev=012 (1) | next=048 (1)]   \n"
+        "  body:\n"
         "    003: kCustomKernel [source | sink] add grid: [3, 1, 1] threads: [64, 1, 1]\n"
     )
-    assert kernel_launches(sequence) == (
-        KernelLaunch("walk", (8, 2, 1), 256, 21504),
-        KernelLaunch("add", (3, 1, 1), 64, 0),
-    )
+    assert list(list_launches(sequence)) == [
+        Launch(1, "kCopy", "kCopy", "once"),
+        Launch(2, "kCustomKernel", "walk", "once", (8, 2, 1), 256, 21504),
+        Launch(3, "kCustomKernel", "add", "loop", (3, 1, 1), 64, 0),
+    ]
