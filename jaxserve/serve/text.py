@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -24,6 +25,12 @@ def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+# Names a template gets from the server itself.
+_RESERVED = frozenset(
+    {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"}
+)
 
 
 def compile_template(source: str, now: Callable[[], datetime] = datetime.now) -> jinja2.Template:
@@ -63,9 +70,10 @@ class Text:
         if add_bos and bos_token_id is None:
             raise CheckpointError("the tokenizer wants a bos token and names none")
         self._tokenizer = tokenizer
-        self._vocabulary = Vocabulary(tokenizer)
-        self._bos = [bos_token_id] if add_bos and bos_token_id is not None else []
+        self.vocabulary = Vocabulary(tokenizer)
+        self.bos = [bos_token_id] if add_bos and bos_token_id is not None else []
         self._special_tokens = dict(special_tokens or {})
+        self._now = now
         self._template = compile_template(chat_template, now) if chat_template else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -75,7 +83,18 @@ class Text:
             ids = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         except TypeError:  # a str with a lone surrogate has no UTF-8 form
             raise InvalidRequest("the text holds a lone surrogate (\\ud800-\\udfff)") from None
-        return ids if not add_special_tokens or ids[:1] == self._bos else self._bos + ids
+        return self.bos + ids if add_special_tokens and self._wants_bos(ids) else ids
+
+    def adds_bos(self, text: str) -> bool:
+        """True when ``encode`` puts a bos before the tokens of ``text``."""
+        if not self.bos:
+            return False
+        bos = self._tokenizer.id_to_token(self.bos[0]) or ""
+        # What begins a text with the token of its bos begins with its name.
+        return self._wants_bos(self.encode(text[: 2 * len(bos)], add_special_tokens=False))
+
+    def _wants_bos(self, ids: list[int]) -> bool:
+        return ids[:1] != self.bos
 
     def has_token(self, token_id: int) -> bool:
         """True when the id stands for a token."""
@@ -83,26 +102,68 @@ class Text:
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """The whole text of the ids. Ids without a token add nothing."""
-        detokenizer = Detokenizer(self._vocabulary, skip_special_tokens=skip_special_tokens)
+        detokenizer = Detokenizer(self.vocabulary, skip_special_tokens=skip_special_tokens)
         return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 
+    def spell(self, token_ids: Sequence[int], *, skip_first: bool = False) -> tuple[str, list[int]]:
+        """The text of a prompt's tokens and the offset of each in it, special tokens shown.
+
+        ``skip_first``: the first token has no text.
+        """
+        detokenizer = Detokenizer(self.vocabulary, skip_special_tokens=False)
+        offsets = [0] if skip_first else []
+        pieces: list[str] = []
+        for token_id in token_ids[len(offsets) :]:
+            offsets.append(detokenizer.num_characters)
+            pieces.append(detokenizer.push(token_id))
+        return "".join(pieces) + detokenizer.flush(), offsets
+
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """The tokens of a word, as it begins a text and as it follows one."""
+        written = (word.lstrip(" "), " " + word.lstrip(" "))
+        spelled = [tuple(self.encode(text, add_special_tokens=False)) for text in written]
+        return [ids for ids in spelled if ids]
+
     def render_chat(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation. Raises InvalidRequest when it cannot be made."""
-        if self._template is None:
+        """The prompt text of a conversation. Raises InvalidRequest when it cannot be made.
+
+        ``continue_final_message`` ends it inside the last message, right after what that says.
+        ``template`` replaces the model's; ``variables`` are more names it may read.
+        """
+        compiled = self._template if template is None else self._compiled(template)
+        if compiled is None:
             raise InvalidRequest(
                 "this model has no chat template: use /v1/completions, or start the server with "
                 "--chat-template",
                 "messages",
             )
+        variables = variables or {}
+        if taken := sorted(variables.keys() & (_RESERVED | self._special_tokens.keys())):
+            raise InvalidRequest(
+                f"chat_template_kwargs: {taken[0]} is the server's to set", "chat_template_kwargs"
+            )
+        mark = secrets.token_hex(16) if continue_final_message else ""
+        if mark:
+            last = messages[-1]
+            messages = [*messages[:-1], {**last, "content": last["content"] + mark}]
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
+            rendered = compiled.render(
+                {
+                    **variables,
+                    **self._special_tokens,
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": None,
+                    "documents": None,
+                }
             )
         # The template is the checkpoint's code on the client's data: whatever it raises means that
         # this conversation does not fit it.
@@ -110,6 +171,18 @@ class Text:
             raise InvalidRequest(
                 f"the chat template refused the messages: {error}", "messages"
             ) from error
+        if mark not in rendered:
+            raise InvalidRequest(
+                "continue_final_message: the chat template does not show the last message",
+                "continue_final_message",
+            )
+        return rendered[: rendered.rindex(mark)] if mark else rendered
+
+    def _compiled(self, template: str) -> jinja2.Template:
+        try:
+            return compile_template(template, self._now)
+        except CheckpointError as error:
+            raise InvalidRequest(str(error), "chat_template") from None
 
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True
@@ -120,9 +193,9 @@ class Text:
 
     def detokenizer(self, prompt_ids: Iterable[int], params: SamplingParams) -> Detokenizer:
         """A detokenizer for the tokens that follow ``prompt_ids``."""
-        skipped = self._vocabulary.special_ids if params.skip_special_tokens else frozenset[int]()
+        skipped = self.vocabulary.special_ids if params.skip_special_tokens else frozenset[int]()
         return Detokenizer(
-            self._vocabulary,
+            self.vocabulary,
             continues=any(token_id not in skipped for token_id in prompt_ids),
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop,
