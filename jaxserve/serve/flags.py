@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from jaxserve import __version__
 from jaxserve.checkpoint.demo import DEMO_NAME
-from jaxserve.config import BootConfig, EngineConfig
+from jaxserve.config import AttentionBackend, BootConfig, EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.serve.settings import CheckpointSettings, PlanSettings, ServerSettings
 
@@ -120,10 +120,35 @@ class FlagParser(argparse.ArgumentParser):
             "--max-queued-requests", kind=int, help="requests that may wait; more get a 429"
         )
         self._value(
+            "--request-timeout",
+            dest="request_timeout_s",
+            kind=float,
+            example=600,
+            help="seconds that a request may take, waiting and running (default: no limit)",
+        )
+        self._value(
             "--shutdown-grace",
             dest="shutdown_grace_s",
             kind=float,
             help="seconds that running requests get to finish when the server is stopped",
+        )
+        self._value(
+            "--allowed-origins",
+            metavar="JSON",
+            example='["https://chat.example.org"]',
+            help='a JSON list of the origins whose web pages may call; ["*"] is any '
+            "(default: none)",
+        )
+        self.add_argument(
+            "--enable-admin",
+            action="store_true",
+            help="add the routes /pause, /resume, /reset_prefix_cache, /start_profile and "
+            "/stop_profile, for who has an api key or, where there is none, for this machine",
+        )
+        self.add_argument(
+            "--enable-prompt-tokens-details",
+            action="store_true",
+            help="tell in usage.prompt_tokens_details how many prompt tokens were cached",
         )
         self._value(
             "--metrics-prefix",
@@ -132,7 +157,13 @@ class FlagParser(argparse.ArgumentParser):
         self._value(
             "--log-level",
             choices=["debug", "info", "warning", "error"],
-            help="of the HTTP server; debug shows each request",
+            help="info logs each request and, while there are any, what the engine does; debug "
+            "also probes and the HTTP server's own lines",
+        )
+        self._value(
+            "--log-format",
+            choices=["text", "json"],
+            help="text is key=value pairs; json makes every line an object",
         )
 
     def _add_engine(self) -> None:
@@ -181,9 +212,9 @@ class FlagParser(argparse.ArgumentParser):
         )
         self._value(
             "--attention-backend",
-            choices=["auto", "rectangle", "streamed"],
-            help="how decode reads the KV cache: as one gathered rectangle, or streamed in tiles; "
-            "auto is streamed",
+            choices=get_args(AttentionBackend),
+            help="how the KV cache is read: as one gathered rectangle or streamed in tiles; auto is "
+            "the streamed kernel for the platform",
         )
         self.add_argument(
             "--enable-prefix-caching",

@@ -13,85 +13,88 @@ from block 0, the null block, to any effect: padded tokens write to it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 
-from jaxserve_kernels import rectangle, streamed_xla
+from jaxserve_kernels import rectangle, streamed_triton, streamed_xla
+from jaxserve_kernels.arguments import (
+    check_int32,
+    check_options,
+    check_pools,
+    check_tables,
+    checked_extras,
+    require,
+)
 from jaxserve_kernels.write import write_kv
 
 __all__ = ["IMPLEMENTATIONS", "paged_attention", "paged_prefill", "write_kv"]
 
-_MODULES: dict[str, Any] = {"rectangle": rectangle, "streamed_xla": streamed_xla}
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "auto": ("streamed_xla", "rectangle"),
-    "streamed": ("streamed_xla",),
-    **{name: (name,) for name in _MODULES},
+_MODULES: dict[str, ModuleType] = {
+    "rectangle": rectangle,
+    "streamed_xla": streamed_xla,
+    "streamed_triton": streamed_triton,
 }
-IMPLEMENTATIONS = tuple(_CHOICES)
-"""Values of ``implementation``: two families that take the first member the device can run, then
+# Written for NVIDIA GPUs: these take ``interpret``, which is on where they are lowered for others.
+_KERNELS = frozenset({"streamed_triton"})
+# Members of a family in the order they are tried: lowered for CUDA, lowered for anything else.
+_FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "auto": (("streamed_triton", "streamed_xla", "rectangle"), ("streamed_xla", "rectangle")),
+    "streamed": (("streamed_triton", "streamed_xla"), ("streamed_xla",)),
+}
+IMPLEMENTATIONS = (*_FAMILIES, *_MODULES)
+"""Values of ``implementation``: two families that take the first member the platform can run, then
 each implementation by its own name."""
 
-_FLOATS = ("float32", "bfloat16", "float16")
+_Candidates = tuple[tuple[str, Callable[..., jax.Array]], ...]
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ValueError(message)
-
-
-def _check_int32(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
-    _require(array.dtype == jnp.int32, f"{name} is {array.dtype}, must be int32")
-    _require(array.shape == shape, f"{name} has shape {array.shape}, must be {shape}")
-
-
-def _check_pools(q: jax.Array, q_name: str, k_pool: jax.Array, v_pool: jax.Array) -> None:
-    _require(q.ndim == 3, f"{q_name} has {q.ndim} dimensions, must have 3")
-    _require(k_pool.ndim == 4, f"k_pool_CKZH has {k_pool.ndim} dimensions, must have 4")
-    _require(
-        v_pool.shape == k_pool.shape,
-        f"v_pool_CKZH has shape {v_pool.shape}, k_pool_CKZH {k_pool.shape}; must be equal",
-    )
-    for name, array in ((q_name, q), ("k_pool_CKZH", k_pool), ("v_pool_CKZH", v_pool)):
-        _require(array.dtype.name in _FLOATS, f"{name} is {array.dtype}, must be one of {_FLOATS}")
-        _require(min(array.shape) > 0, f"{name} has shape {array.shape}, no side may be 0")
-    _require(
-        v_pool.dtype == k_pool.dtype,
-        f"v_pool_CKZH is {v_pool.dtype}, k_pool_CKZH {k_pool.dtype}; must be equal",
-    )
-    _require(
-        q.shape[2] == k_pool.shape[3],
-        f"{q_name} has head size {q.shape[2]}, k_pool_CKZH {k_pool.shape[3]}; must be equal",
-    )
-    _require(
-        q.shape[1] % k_pool.shape[1] == 0,
-        f"{q_name} has {q.shape[1]} query heads, no multiple of k_pool_CKZH's "
-        f"{k_pool.shape[1]} kv heads",
-    )
-
-
-def _check_tables(name: str, tables: jax.Array) -> None:
-    _require(tables.ndim == 2, f"{name} has {tables.ndim} dimensions, must have 2")
-    _require(min(tables.shape) > 0, f"{name} has shape {tables.shape}, no side may be 0")
-
-
-def _check_options(window: int | None, soft_cap: float | None) -> None:
-    _require(window is None or window >= 1, f"window is {window}, must be at least 1 or None")
-    _require(soft_cap is None or soft_cap > 0, f"soft_cap is {soft_cap}, must be above 0 or None")
-
-
-def _first_that_runs(op: str, implementation: str, call: Callable[[Any], jax.Array]) -> jax.Array:
-    """The result of the first implementation that does not raise NotImplementedError."""
-    if implementation not in _CHOICES:
-        raise ValueError(f"implementation is {implementation!r}, must be one of {IMPLEMENTATIONS}")
+def _first_that_runs(
+    candidates: _Candidates, interpret: bool, *arrays: Any, **options: Any
+) -> jax.Array:
+    """The result of the first candidate that does not raise NotImplementedError."""
     reasons = []
-    for name in _CHOICES[implementation]:
+    for name, call in candidates:
+        kernel = {"interpret": interpret} if name in _KERNELS else {}
         try:
-            return call(getattr(_MODULES[name], op))
+            return call(*arrays, **options, **kernel)
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NotImplementedError("; ".join(reasons))
+
+
+# Jitted so that the layers of a model are traced once.
+@partial(jax.jit, static_argnames=("cuda", "other", "scale", "window", "soft_cap"))
+def _run(*arrays: Any, cuda: _Candidates, other: _Candidates, **options: Any) -> jax.Array:
+    """What ``cuda`` gives where the program is lowered for CUDA, elsewhere what ``other`` does.
+
+    Lowering decides, not this process's devices, so a program made here for a GPU has the kernels.
+    """
+    if cuda == other and _KERNELS.isdisjoint(name for name, _ in cuda):
+        return _first_that_runs(other, False, *arrays, **options)
+    return lax.platform_dependent(
+        *arrays,
+        cuda=partial(_first_that_runs, cuda, False, **options),
+        default=partial(_first_that_runs, other, True, **options),
+    )
+
+
+def _candidates(op: str, implementation: str) -> dict[str, _Candidates]:
+    """``cuda`` and ``other`` of ``_run``."""
+    require(
+        implementation in IMPLEMENTATIONS,
+        f"implementation is {implementation!r}, must be one of {IMPLEMENTATIONS}",
+    )
+    cuda, other = _FAMILIES.get(implementation, ((implementation,), (implementation,)))
+
+    def functions(names: tuple[str, ...]) -> _Candidates:
+        modules = ((name, _MODULES[name]) for name in names)
+        return tuple((name, getattr(module, op)) for name, module in modules if hasattr(module, op))
+
+    return {"cuda": functions(cuda), "other": functions(other)}
 
 
 def paged_attention(
@@ -104,6 +107,9 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | float | None = None,
+    v_scale: jax.Array | float | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Attention of one new token a row over the row's own tokens: [B, N, H] in q's dtype.
@@ -111,35 +117,38 @@ def paged_attention(
     Row b's query sits at position ``context_lens_B[b] - 1`` and sees positions 0 up to its own, or
     the last ``window`` of them; its K/V are in the pool already. Position p lies in block
     ``block_tables_BP[b, p // Z]`` at offset ``p % Z``. Scores are ``scale * q . k``, squashed to
-    ``soft_cap * tanh(score / soft_cap)`` if asked, with softmax and accumulation in float32.
+    ``soft_cap * tanh(score / soft_cap)`` if asked. ``sinks`` [N] are further scores, taken as they
+    are, that a head's softmax counts and whose values are zero. Softmax and sums are in float32.
 
-    A row of length 0 gives zeros. Table entries past a row's length may hold anything, and so may
-    memory outside a row's own tokens, NaN included. A length above P * Z is the caller's error and
-    is not seen. A row's result is bit-identical in any batch under a streamed implementation.
+    A row of length 0 costs nothing and gives zeros. Table entries past a row's length may hold
+    anything, and so may memory outside a row's own tokens, NaN included. A length above P * Z is
+    the caller's error and is not seen. A row's result is bit-identical in any batch under a
+    streamed implementation.
 
-    Queries and pools are float32, bfloat16 or float16; tables and lengths are int32. Raises
-    ValueError naming the argument, NotImplementedError if no implementation of those asked for
-    runs here.
+    Queries are float32, bfloat16 or float16, tables and lengths int32. Pools have one of those
+    float dtypes, or are float8_e4m3fn or int8 with ``k_scale`` and ``v_scale``, float32 [K] or one
+    for all heads, that their values are to be multiplied with.
+
+    Raises ValueError naming the argument, NotImplementedError if no implementation of those asked
+    for runs here.
     """
-    _check_pools(q_BNH, "q_BNH", k_pool_CKZH, v_pool_CKZH)
-    _check_tables("block_tables_BP", block_tables_BP)
-    B = q_BNH.shape[0]
-    _check_int32("block_tables_BP", block_tables_BP, (B, block_tables_BP.shape[1]))
-    _check_int32("context_lens_B", context_lens_B, (B,))
-    _check_options(window, soft_cap)
-    return _first_that_runs(
-        "paged_attention",
-        implementation,
-        lambda run: run(
-            q_BNH,
-            k_pool_CKZH,
-            v_pool_CKZH,
-            block_tables_BP,
-            context_lens_B,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-        ),
+    check_pools("q_BNH", q_BNH, k_pool_CKZH, v_pool_CKZH)
+    check_tables("block_tables_BP", block_tables_BP)
+    B, N, _ = q_BNH.shape
+    check_int32("block_tables_BP", block_tables_BP, (B, block_tables_BP.shape[1]))
+    check_int32("context_lens_B", context_lens_B, (B,))
+    check_options(window, soft_cap)
+    return _run(
+        q_BNH,
+        k_pool_CKZH,
+        v_pool_CKZH,
+        block_tables_BP,
+        context_lens_B,
+        checked_extras(sinks, k_scale, v_scale, N, k_pool_CKZH, v_pool_CKZH),
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        **_candidates("paged_attention", implementation),
     )
 
 
@@ -154,6 +163,9 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | float | None = None,
+    v_scale: jax.Array | float | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Causal attention of S packed segments of new tokens over their rows: [T, N, H] in q's dtype.
@@ -163,25 +175,23 @@ def paged_prefill(
     pool already. Tokens past the last segment give zeros; a segment may be empty. The rest is as in
     :func:`paged_attention`.
     """
-    _check_pools(q_TNH, "q_TNH", k_pool_CKZH, v_pool_CKZH)
-    _check_tables("block_tables_SP", block_tables_SP)
-    S = block_tables_SP.shape[0]
-    _check_int32("block_tables_SP", block_tables_SP, block_tables_SP.shape)
-    _check_int32("context_lens_S", context_lens_S, (S,))
-    _check_int32("cu_query_lens_S1", cu_query_lens_S1, (S + 1,))
-    _check_options(window, soft_cap)
-    return _first_that_runs(
-        "paged_prefill",
-        implementation,
-        lambda run: run(
-            q_TNH,
-            k_pool_CKZH,
-            v_pool_CKZH,
-            block_tables_SP,
-            context_lens_S,
-            cu_query_lens_S1,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-        ),
+    check_pools("q_TNH", q_TNH, k_pool_CKZH, v_pool_CKZH)
+    check_tables("block_tables_SP", block_tables_SP)
+    S, N = block_tables_SP.shape[0], q_TNH.shape[1]
+    check_int32("block_tables_SP", block_tables_SP, block_tables_SP.shape)
+    check_int32("context_lens_S", context_lens_S, (S,))
+    check_int32("cu_query_lens_S1", cu_query_lens_S1, (S + 1,))
+    check_options(window, soft_cap)
+    return _run(
+        q_TNH,
+        k_pool_CKZH,
+        v_pool_CKZH,
+        block_tables_SP,
+        context_lens_S,
+        cu_query_lens_S1,
+        checked_extras(sinks, k_scale, v_scale, N, k_pool_CKZH, v_pool_CKZH),
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        **_candidates("paged_prefill", implementation),
     )

@@ -18,22 +18,29 @@ def _attend(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: np.ndarray | None,
+    k_scale: np.ndarray | float | None,
+    v_scale: np.ndarray | float | None,
 ) -> np.ndarray:
     """One token's query heads over the tokens it sees, in float64: [N, H]."""
     _, num_kv_heads, block_size, _ = k_pool.shape
     group = q_NH.shape[0] // num_kv_heads
     first = 0 if window is None else max(0, position - window + 1)
     places = [(int(table[p // block_size]), p % block_size) for p in range(first, position + 1)]
+    k_scales = np.broadcast_to(1.0 if k_scale is None else k_scale, num_kv_heads)
+    v_scales = np.broadcast_to(1.0 if v_scale is None else v_scale, num_kv_heads)
     out = np.zeros(q_NH.shape, np.float64)
     for k in range(num_kv_heads):
-        keys = np.array([k_pool[c, k, z] for c, z in places]).astype(np.float64)
-        values = np.array([v_pool[c, k, z] for c, z in places]).astype(np.float64)
+        keys = np.array([k_pool[c, k, z] for c, z in places]).astype(np.float64) * k_scales[k]
+        values = np.array([v_pool[c, k, z] for c, z in places]).astype(np.float64) * v_scales[k]
         for n in range(k * group, (k + 1) * group):
             scores = scale * (keys @ q_NH[n].astype(np.float64))
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
+            if sinks is not None:
+                scores = np.append(scores, np.float64(sinks[n]))
             weights = np.exp(scores - scores.max())
-            out[n] = (weights / weights.sum()) @ values
+            out[n] = (weights / weights.sum())[: len(places)] @ values
     return out
 
 
@@ -47,6 +54,9 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
+    k_scale: np.ndarray | float | None = None,
+    v_scale: np.ndarray | float | None = None,
 ) -> np.ndarray:
     """Same contract as :func:`jaxserve_kernels.paged_attention`, in float64: [B, N, H]."""
     out = np.zeros(q_BNH.shape, np.float64)
@@ -61,6 +71,9 @@ def paged_attention(
                 scale,
                 window,
                 soft_cap,
+                sinks,
+                k_scale,
+                v_scale,
             )
     return out
 
@@ -76,6 +89,9 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
+    k_scale: np.ndarray | float | None = None,
+    v_scale: np.ndarray | float | None = None,
 ) -> np.ndarray:
     """Same contract as :func:`jaxserve_kernels.paged_prefill`, in float64: [T, N, H]."""
     out = np.zeros(q_TNH.shape, np.float64)
@@ -91,5 +107,8 @@ def paged_prefill(
                 scale,
                 window,
                 soft_cap,
+                sinks,
+                k_scale,
+                v_scale,
             )
     return out

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve_kernels import tiling
+from jaxserve_kernels.arguments import Extras
+from jaxserve_kernels.heads import finished, scaled_queries
 
 # Below every score, and finite: a tile that shows a query nothing leaves exp(0), never NaN.
 _FLOOR = float(jnp.finfo(jnp.float32).min)
@@ -103,21 +105,20 @@ def _attend(
     *,
     tile: int,
     soft_cap: float | None,
+    sinks_N: jax.Array | None,
 ) -> jax.Array:
     """X scaled queries of one row over its positions ``first`` to ``limit - 1``: [K, X, H].
 
     ``visible`` maps the W positions of a tile to the mask [X or 1, W]. Queries that see nothing
-    give zeros.
+    give zeros. X is a multiple of the heads a kv head, which vary fastest.
     """
     K, X, H = q_KXH.shape
     keys = jnp.zeros((K, tile, H), jnp.float32)
-    start = _Walk(
-        jnp.full((K, X), _FLOOR, jnp.float32),
-        jnp.zeros((K, X), jnp.float32),
-        jnp.zeros((K, X, H), jnp.float32),
-        keys,
-        keys,
-    )
+    peak, total = jnp.full((K, X), _FLOOR, jnp.float32), jnp.zeros((K, X), jnp.float32)
+    if sinks_N is not None:  # as if a first key had that score, and a value of zero
+        sinks_KG = sinks_N.reshape(K, -1)
+        peak, total = jnp.tile(sinks_KG, X // sinks_KG.shape[1]), total + 1.0
+    start = _Walk(peak, total, jnp.zeros((K, X, H), jnp.float32), keys, keys)
 
     def step(index: jax.Array, walk: _Walk) -> _Walk:
         walk = _read_tile(walk, k_pool_CKZH, v_pool_CKZH, tables_XP, row, index, first, limit)
@@ -135,16 +136,17 @@ def paged_attention(
     v_pool_CKZH: jax.Array,
     block_tables_BP: jax.Array,
     context_lens_B: jax.Array,
+    extras: Extras,
     *,
     scale: float,
     window: int | None,
     soft_cap: float | None,
 ) -> jax.Array:
     """See :func:`jaxserve_kernels.paged_attention`."""
-    B, N, H = q_BNH.shape
+    B = q_BNH.shape[0]
     _, K, Z, _ = k_pool_CKZH.shape
     tile = tiling.decode_tile(Z, block_tables_BP.shape[1])
-    q_BKGH = q_BNH.reshape(B, K, N // K, H).astype(jnp.float32) * scale
+    q_BKGH = scaled_queries(q_BNH, scale, K, extras)
 
     def read_row(b: jax.Array, out_BKGH: jax.Array) -> jax.Array:
         length = context_lens_B[b]
@@ -160,11 +162,12 @@ def paged_attention(
             lambda position: ((position >= first) & (position < length))[None],
             tile=tile,
             soft_cap=soft_cap,
+            sinks_N=extras.sinks_N,
         )
         return lax.dynamic_update_index_in_dim(out_BKGH, out, b, axis=0)
 
     out = lax.fori_loop(0, B, read_row, jnp.zeros(q_BKGH.shape, jnp.float32))
-    return out.reshape(B, N, H).astype(q_BNH.dtype)
+    return finished(out, extras, q_BNH.dtype)
 
 
 def paged_prefill(
@@ -174,6 +177,7 @@ def paged_prefill(
     block_tables_SP: jax.Array,
     context_lens_S: jax.Array,
     cu_query_lens_S1: jax.Array,
+    extras: Extras,
     *,
     scale: float,
     window: int | None,
@@ -184,7 +188,7 @@ def paged_prefill(
     _, K, Z, _ = k_pool_CKZH.shape
     G = N // K
     Q, tile = tiling.prefill_tile(T, Z, block_tables_SP.shape[1])
-    q_KTGH = q_TNH.reshape(T, K, G, H).swapaxes(0, 1).astype(jnp.float32) * scale
+    q_KTGH = scaled_queries(q_TNH, scale, K, extras).swapaxes(0, 1)
     # A tile more, so that a segment's last tile never runs off the end.
     q_KTGH = jnp.pad(q_KTGH, ((0, 0), (0, Q), (0, 0), (0, 0)))
 
@@ -217,6 +221,7 @@ def paged_prefill(
                 visible,
                 tile=tile,
                 soft_cap=soft_cap,
+                sinks_N=extras.sinks_N,
             )
             # Past the segment's end this writes zeros: the next segment's place, or padding.
             return lax.dynamic_update_slice_in_dim(out_KTGH, out.reshape(K, Q, G, H), t, axis=1)
@@ -224,4 +229,4 @@ def paged_prefill(
         return lax.fori_loop(0, _cdiv(end - start, Q), read_queries, out_KTGH)
 
     out = lax.fori_loop(0, context_lens_S.shape[0], read_segment, jnp.zeros_like(q_KTGH))
-    return out[:, :T].swapaxes(0, 1).reshape(T, N, H).astype(q_TNH.dtype)
+    return finished(out[:, :T].swapaxes(0, 1), extras, q_TNH.dtype)

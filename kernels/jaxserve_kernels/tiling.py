@@ -34,3 +34,50 @@ def prefill_tile(tokens: int, block_size: int, blocks_per_row: int) -> PrefillTi
         queries=min(_PREFILL_QUERIES, tokens),
         keys=_whole_blocks(_PREFILL_KEYS, block_size, blocks_per_row),
     )
+
+
+class DecodePlan(NamedTuple):
+    """How the GPU decode kernel cuts the rows of a step up; sizes of splits are in tiles.
+
+    A row's splits are each a ``few_splits``-th of it, between ``min_split`` and ``mid_split``, or
+    as long as ``max_splits`` of them must be. ``splits`` is the most any row of this width has,
+    ``programs`` how many work on a row and kv head, which changes no result.
+    """
+
+    keys: int
+    group: int
+    warps: int
+    stages: int
+    few_splits: int
+    min_split: int
+    mid_split: int
+    max_splits: int
+    splits: int
+    programs: int
+    merge_warps: int
+
+
+def decode_plan(
+    pairs: int, width: int, group: int, head_size: int, compute_bytes: int
+) -> DecodePlan:
+    """The plan of a step of ``pairs`` (row, kv head) whose rows read up to ``width`` tokens.
+
+    ``group`` query heads share a kv head; products take operands of ``compute_bytes``.
+    """
+    keys = 64
+    min_split, mid_split, max_splits = 256 // keys, 1024 // keys, 32
+    tiles = -(-width // keys) + 1
+    splits = min(max_splits, -(-tiles // min_split))
+    return DecodePlan(
+        keys=keys,
+        group=max(16, 1 << (group - 1).bit_length()),
+        warps=4,
+        stages=3,
+        few_splits=16,
+        min_split=min_split,
+        mid_split=mid_split,
+        max_splits=max_splits,
+        splits=splits,
+        programs=max(1, min(splits, -(-1024 // pairs))),
+        merge_warps=4,
+    )

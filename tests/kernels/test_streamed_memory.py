@@ -52,7 +52,14 @@ both_ops = pytest.mark.parametrize("op", [paged_attention, paged_prefill])
 
 @both_ops
 def test_no_streamed_intermediate_grows_with_the_table(op):
-    narrow, wide = (largest_intermediate(op, "streamed", width) for width in (64, 4096))
+    narrow, wide = (largest_intermediate(op, "streamed_xla", width) for width in (64, 4096))
+    assert narrow == wide < B * N * 4096 * Z
+
+
+def test_the_partial_sums_of_the_decode_kernel_are_bounded():
+    narrow, wide = (
+        largest_intermediate(paged_attention, "streamed_triton", width) for width in (1024, 4096)
+    )
     assert narrow == wide < B * N * 4096 * Z
 
 
