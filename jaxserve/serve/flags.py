@@ -213,8 +213,8 @@ class FlagParser(argparse.ArgumentParser):
         self._value(
             "--attention-backend",
             choices=get_args(AttentionBackend),
-            help="how the KV cache is read: as one gathered rectangle or streamed in tiles; auto is "
-            "the streamed kernel for the platform",
+            help="how the KV cache is read: as one gathered rectangle or streamed in tiles; "
+            "auto is the streamed kernel for the platform",
         )
         self.add_argument(
             "--enable-prefix-caching",
