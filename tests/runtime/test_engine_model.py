@@ -1,9 +1,12 @@
-"""The engine over the real steps: what a request gets depends on nobody else."""
+"""The engine over the real steps: what a request gets depends on nobody else, cached or not."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve.boot import build_engine
 from jaxserve.checkpoint import Checkpoint
@@ -24,9 +27,9 @@ def booted():
     return build_engine(checkpoint, CONFIG)
 
 
-def engine_with(booted, usable_blocks):
+def engine_with(booted, usable_blocks, caching=True):
     """A new engine over the booted runner that hands out only some of its blocks."""
-    config = replace(booted.config, num_blocks=usable_blocks)
+    config = replace(booted.config, num_blocks=usable_blocks, enable_prefix_caching=caching)
     booted.runner.permute_rows(np.full(config.max_num_seqs, -1, np.int32))
     return Engine(
         TINY,
@@ -60,7 +63,7 @@ def requests():
 
 def run(engine, wanted):
     """All requests at once; the tokens of each."""
-    tokens = {name: [] for name in wanted}
+    tokens = defaultdict(list)
     for name, (prompt, params) in wanted.items():
         engine.add_request(name, prompt, params)
     while engine.has_unfinished_requests():
@@ -86,3 +89,69 @@ def test_a_boot_compiles_its_list_and_runs_nothing_else(booted):
     run(booted.engine, requests())
     assert booted.executable_stats().compiles_after_ready == 0
     assert {shape.rows for shape in booted.executables.decode} == {1, 2, 3}
+
+
+@st.composite
+def shared_starts(draw_from):
+    """Rounds of requests that come together; most begin as an earlier one did."""
+    rng = np.random.default_rng(draw_from(st.integers(0, 10**6)))
+    stems = [rng.integers(0, TINY.vocab_size, n).tolist() for n in (8, 24, 45)]
+    rounds = []
+    for i in range(3):
+        wanted = {}
+        for j in range(draw_from(st.integers(1, 4))):
+            stem = draw_from(st.sampled_from(stems))
+            tail = rng.integers(0, TINY.vocab_size, draw_from(st.integers(0, 12))).tolist()
+            params = SamplingParams(
+                max_tokens=draw_from(st.sampled_from([1, 9, 24])),
+                temperature=draw_from(st.sampled_from([0.0, 1.0])),
+                seed=draw_from(st.integers(0, 3)),
+                ignore_eos=True,
+            )
+            wanted[f"r{i}.{j}"] = ((stem + tail)[draw_from(st.sampled_from([0, 1])) :], params)
+        rounds.append(wanted)
+    return rounds
+
+
+@settings(max_examples=8, derandomize=True)
+@given(shared_starts())
+def test_tokens_are_the_same_with_the_cache_and_without_it(booted, rounds):
+    # One after the other: they write to the same pool.
+    plain = engine_with(booted, 40, caching=False)
+    uncached = [run(plain, wanted) for wanted in rounds]
+    for usable_blocks in (40, 14):
+        engine = engine_with(booted, usable_blocks)
+        assert [run(engine, wanted) for wanted in rounds] == uncached
+
+
+def test_a_prompt_shares_blocks_with_one_that_the_same_step_computes(booted):
+    prompt = np.random.default_rng(3).integers(0, TINY.vocab_size, 20).tolist()
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    wanted = {
+        "first": (prompt, params),
+        "second": (prompt, params),
+        "longer": ([*prompt, 5], params),
+    }
+    plain = engine_with(booted, 40, caching=False)
+    alone = {name: run(plain, {name: request})[name] for name, request in wanted.items()}
+    engine = engine_with(booted, 40)
+    assert run(engine, wanted) == alone
+    stats = engine.stats()
+    assert stats.prefix_cache_hits == 2 * 16
+    assert stats.num_steps == 12  # all three prompts in the first: 20 + 4 + 5 of 32 tokens
+
+
+def test_choices_of_one_answer_share_their_prompt_without_the_cache(booted):
+    prompt = np.random.default_rng(4).integers(0, TINY.vocab_size, 19).tolist()
+    choices = {
+        str(seed): SamplingParams(max_tokens=12, seed=seed, ignore_eos=True) for seed in range(3)
+    }
+    plain = engine_with(booted, 40, caching=False)
+    alone = {name: run(plain, {name: (prompt, params)})[name] for name, params in choices.items()}
+    assert len({tuple(tokens) for tokens in alone.values()}) == 3
+    engine = engine_with(booted, 40, caching=False)
+    for name, params in choices.items():
+        engine.add_request(name, prompt, params, group="g")
+    got = run(engine, {})
+    assert got == alone
+    assert engine.stats().prefix_cache_hits == 2 * 16
