@@ -53,8 +53,9 @@ class PrefixCache:
         if not request.chain or request.params.prompt_logprobs is not None:
             return []
         blocks: list[int] = []
-        for i in range((request.num_tokens - 1) // self._pool.block_size):
-            block = self._pool.find(self._link(request, i))
+        for i in range(1, (request.num_tokens - 1) // self._pool.block_size + 1):
+            self._extend(request, i)
+            block = self._pool.find(request.chain[i])
             if block is None:
                 break
             blocks.append(block)
@@ -85,9 +86,12 @@ class PrefixCache:
         if not request.chain:
             return
         full = min(num_computed, request.num_tokens) // self._pool.block_size
+        if full <= request.num_registered:
+            return
+        self._extend(request, full)
         for i in range(request.num_registered, full):
-            self._pool.register(request.block_ids[i], self._link(request, i))
-        request.num_registered = max(full, request.num_registered)
+            self._pool.register(request.block_ids[i], request.chain[i + 1])
+        request.num_registered = full
 
     def release(self, request: Request) -> None:
         """Register what ``request`` has filled and drop its references."""
@@ -114,14 +118,16 @@ class PrefixCache:
         said = repr((self.weight_version, request.cache_salt, group))
         return _digest(self._secret + said.encode())
 
-    def _link(self, request: Request, i: int) -> bytes:
-        """The digest of block ``i``, whose tokens are known; those before it are in the chain."""
-        chain = request.chain
-        if len(chain) == i + 1:
-            size = self._pool.block_size
-            tokens = request.tokens_between(i * size, (i + 1) * size)
-            chain.append(_digest(chain[i] + array("i", tokens).tobytes()))
-        return chain[i + 1]
+    def _extend(self, request: Request, num_blocks: int) -> None:
+        """Lengthen the chain of ``request`` to ``num_blocks``, whose tokens are known."""
+        chain, size = request.chain, self._pool.block_size
+        done = len(chain) - 1
+        if done >= num_blocks:
+            return
+        tokens = array("i", request.tokens_between(done * size, num_blocks * size))
+        content, step = tokens.tobytes(), size * tokens.itemsize
+        for start in range(0, len(content), step):
+            chain.append(_digest(chain[-1] + content[start : start + step]))
 
     def audit(self, request: Request) -> None:
         """Raise AuditFailed unless every block of ``request`` is under its own tokens' digest."""
