@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import EngineError
 from jaxserve.plan.buckets import DecodeShape
-from jaxserve.plan.capture import CapturePlan
+from jaxserve.plan.capture import CapturePlan, streamed_score_cells
 from jaxserve.plan.gates import (
     DecodeRead,
     check_all_shapes_captured,
@@ -30,6 +31,57 @@ def boot_info(
         "pool": pool.as_dict(),
         "capture": capture.as_dict() | {"ready": warm, "warm": warm == capture.count},
     }
+
+
+@dataclass(frozen=True)
+class PagedRead:
+    """What the decode reads so far were charged and what they held, in scores of one query head.
+
+    A call is charged its whole rectangle (rows x width) and holds ``streamed_score_cells`` a row,
+    or the rectangle itself without a tile.
+    """
+
+    calls: int
+    score_cells: int
+    held_cells: int
+    tile: int | None
+
+    @classmethod
+    def of(cls, read: DecodeRead, replays: Mapping[DecodeShape, int]) -> PagedRead:
+        """The counters of a loop that ran ``replays`` decode steps at each shape."""
+
+        def held(width: int) -> int:
+            return (
+                shape.width if read.tile is None else streamed_score_cells(read.tile, shape.width)
+            )
+
+        return cls(
+            calls=sum(replays.values()),
+            score_cells=sum(n * s.cells for s, n in replays.items()),
+            held_cells=sum(n * s.rows * held(s.width) for s, n in replays.items()),
+            tile=read.tile,
+        )
+
+    @property
+    def saving(self) -> float:
+        """``score_cells / held_cells``; 1 before the first call."""
+        return self.score_cells / self.held_cells if self.held_cells else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For /health, with the warning that belongs to the number."""
+        note = "each call holds what it is charged"
+        if self.tile is not None:
+            note = (
+                "a streamed list has one width, so this is that width over the tile however long "
+                "the server has run; padded_cells is measured"
+            )
+        return {
+            "calls": self.calls,
+            "score_cells": self.score_cells,
+            "held_cells": self.held_cells,
+            "saving": self.saving,
+            "note": note,
+        }
 
 
 def loop_info(
@@ -60,6 +112,7 @@ def loop_info(
         "fall_throughs": fall_throughs,
         "padded_rows": padded_rows,
         "padded_cells": padded_cells,
+        "paged_read": PagedRead.of(read, replays).as_dict(),
         "checks": {
             "all_shapes_captured": _answer(lambda: check_all_shapes_captured(capture, captured)),
             "replays_dominate": _answer(

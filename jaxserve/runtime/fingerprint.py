@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata, util
 from pathlib import Path
@@ -82,7 +83,7 @@ def environment_parts(xla_flags: str, devices: Sequence[Any] | None = None) -> M
         "platform": kind,
         "host": host_digest() if kind == "cpu" else "any",
         "versions": _versions(),  # of a GPU's plugin too, which brings its own compiler
-        "python": platform.python_version(),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",  # a pickle's reader
         "xla_flags": xla_flags,
         "jax_settings": _digest(repr(sorted(settings.items()))),
         "source": source_digest(),
