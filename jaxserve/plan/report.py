@@ -51,9 +51,7 @@ class PagedRead:
         """The counters of a loop that ran ``replays`` decode steps at each shape."""
 
         def held(width: int) -> int:
-            return (
-                shape.width if read.tile is None else streamed_score_cells(read.tile, shape.width)
-            )
+            return width if read.tile is None else streamed_score_cells(read.tile, width)
 
         return cls(
             calls=sum(replays.values()),
