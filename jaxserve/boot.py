@@ -14,7 +14,7 @@ from jaxserve.checkpoint.load import Checkpoint, load_checkpoint
 from jaxserve.config import BootConfig, DType, EngineConfig, ModelConfig
 from jaxserve.errors import BootError, ConfigError
 from jaxserve.model.params import Params, stacks_layers
-from jaxserve.plan.batch import prefill_batch_specs
+from jaxserve.plan.batch import ArraySpec, PrefillBatch, counts_spec, prefill_batch_specs
 from jaxserve.plan.buckets import DecodeShape, PrefillBuckets
 from jaxserve.plan.gates import (
     check_boot_info,
@@ -96,17 +96,24 @@ def warm_engine(runner: ModelRunner, shapes: StepShapes, *, serving: bool = Fals
     The donated pool and state go through each. ``serving``: the loop runs already, which is
     refused with BootUnsound.
     """
+
+    def zeros_of(spec: ArraySpec) -> np.ndarray:
+        return np.zeros(spec.shape, spec.dtype)
+
     check_warm_before_serving(serving=serving)
     runner.permute_rows(np.full(shapes.max_num_seqs, -1, np.int32))
+    vocab_size = shapes.model.vocab_size
+    runner.write_counts(0, zeros_of(counts_spec(vocab_size)))
     for shape in shapes.decode:
         runner.decode(shape, np.zeros(shape.rows, np.int32)).read()
     for tokens in shapes.prefill_tokens:
-        batch = jax.tree.map(
-            lambda s: np.zeros(s.shape, s.dtype),
-            prefill_batch_specs(tokens, shapes.max_num_seqs, shapes.blocks_per_row),
+        batch: PrefillBatch = jax.tree.map(
+            zeros_of,
+            prefill_batch_specs(tokens, shapes.max_num_seqs, shapes.blocks_per_row, vocab_size),
         )
         no_row = np.full(shapes.max_num_seqs, shapes.max_num_seqs, np.int32)
-        runner.prefill(batch._replace(rows_S=no_row)).read()
+        batch = batch._replace(rows_S=no_row, bias=None, mask_SW=None, targets_T=None)
+        runner.prefill(batch).read()
 
 
 def allocate(

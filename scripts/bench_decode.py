@@ -28,13 +28,13 @@ from jaxserve.boot import build_engine
 from jaxserve.checkpoint import load_checkpoint
 from jaxserve.config import EngineConfig, SamplingParams
 from jaxserve.errors import BootError
-from jaxserve.plan.batch import PrefillBatch
+from jaxserve.plan.batch import PrefillBatch, Scores
 from jaxserve.plan.buckets import DecodeShape, PrefillBuckets
 from jaxserve.plan.price import step_weight_bytes
 from jaxserve.plan.report import format_table
 from jaxserve.runtime.booted import BootedEngine
 from jaxserve.runtime.engine import Engine
-from jaxserve.runtime.runner import ModelRunner, PendingTokens
+from jaxserve.runtime.runner import ModelRunner, PendingStep
 from jaxserve.runtime.sizing import decode_buckets
 
 
@@ -62,8 +62,13 @@ class _TimedRunner:
     def permute_rows(self, sources_B: np.ndarray) -> None:
         self._call(self._runner.permute_rows, sources_B)
 
-    def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray) -> _TimedPending:
-        return _TimedPending(self, self._call(self._runner.decode, shape, new_blocks_B))
+    def write_counts(self, row: int, counts_V: np.ndarray) -> None:
+        self._call(self._runner.write_counts, row, counts_V)
+
+    def decode(
+        self, shape: DecodeShape, new_blocks_B: np.ndarray, mask_BW: np.ndarray | None
+    ) -> _TimedPending:
+        return _TimedPending(self, self._call(self._runner.decode, shape, new_blocks_B, mask_BW))
 
     def prefill(self, batch: PrefillBatch) -> _TimedPending:
         return _TimedPending(self, self._call(self._runner.prefill, batch))
@@ -78,13 +83,22 @@ class _TimedRunner:
 @dataclass(frozen=True)
 class _TimedPending:
     timed: _TimedRunner
-    pending: PendingTokens
+    pending: PendingStep
 
     def read(self) -> np.ndarray:
+        return self._wait(self.pending.read)
+
+    def read_scores(self) -> Scores:
+        return self._wait(self.pending.read_scores)
+
+    def read_prompt_scores(self) -> Scores:
+        return self._wait(self.pending.read_prompt_scores)
+
+    def _wait(self, read: Callable[[], Any]) -> Any:
         start = time.perf_counter()
-        tokens = self.pending.read()
+        result = read()
         self.timed.wait_s += time.perf_counter() - start
-        return tokens
+        return result
 
 
 def copy_bandwidth(size: int = 256 * 2**20, repeats: int = 7) -> float:

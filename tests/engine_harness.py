@@ -59,16 +59,38 @@ def build(runner_class: type[Any] = FakeRunner, num_blocks: int = 100, **changes
     return engine, runner
 
 
-def expected(prompt: list[int], params: SamplingParams, max_model_len: int = 64):
+def expected(prompt: list[int], params: SamplingParams, max_model_len: int = 64, weights: int = 0):
     """What a request alone must give: (tokens, finish reason), straight from its own tokens."""
     high, low = divmod((params.seed or 0) % 2**64, 2**32)
     top_k = params.top_k if params.top_k > 0 else 0
-    sampling = (params.temperature, top_k, params.top_p, params.min_p, (high, low))
-    history = list(prompt)
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    sampling = (params.temperature, top_k, params.top_p, params.min_p, (high, low), *penalties, 0)
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    history, output = list(prompt), []
+    if params.max_tokens == 0:
+        return [], "length"
     while True:
-        history.append(draw(history, range(len(history)), sampling, VOCAB))
-        output = history[len(prompt) :]
-        if (output[-1] == EOS and not params.ignore_eos) or output[-1] in params.stop_token_ids:
+        banned = {
+            word[-1]
+            for word in params.bad_words_token_ids
+            if word[:-1] == tuple(output[len(output) - len(word) + 1 :])
+        }
+        if len(output) < params.min_tokens:
+            banned |= ends
+        if params.allowed_token_ids is not None:
+            banned |= set(range(VOCAB)) - set(params.allowed_token_ids)
+        token = draw(
+            [token + weights * VOCAB for token in history],
+            range(len(history)),
+            sampling,
+            VOCAB,
+            counts=[(int(t in prompt), output.count(t)) for t in range(VOCAB)],
+            bias=params.logit_bias,
+            allowed=lambda t, banned=banned: t not in banned,
+        )
+        history.append(token)
+        output.append(token)
+        if token in ends:
             return output, "stop"
         if len(output) == params.max_tokens or len(history) == max_model_len:
             return output, "length"

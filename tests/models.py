@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxserve.config import ModelConfig
 from jaxserve.model.definition import LlamaForCausalLM
-from jaxserve.plan.batch import PrefillBatch, SamplingRows
+from jaxserve.plan.batch import NEUTRAL_SAMPLING, PrefillBatch, SamplingRows, sampling_specs
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -69,11 +69,10 @@ def greedy_by_full_forward(module: LlamaForCausalLM, prompt: list[int], count: i
 def greedy_rows(rows: int) -> SamplingRows:
     """Neutral settings for ``rows`` rows."""
     return SamplingRows(
-        temperature_X=np.zeros(rows, np.float32),
-        top_k_X=np.zeros(rows, np.int32),
-        top_p_X=np.ones(rows, np.float32),
-        min_p_X=np.zeros(rows, np.float32),
-        keys_X2=np.zeros((rows, 2), np.uint32),
+        *(
+            np.full(spec.shape, neutral, spec.dtype)
+            for spec, neutral in zip(sampling_specs(rows), NEUTRAL_SAMPLING, strict=True)
+        )
     )
 
 
@@ -110,4 +109,7 @@ def pack_prefill(
         context_lens_S=lens,
         rows_S=rows,
         sampling=greedy_rows(segments),
+        bias=None,
+        mask_SW=None,
+        targets_T=None,
     )

@@ -135,11 +135,24 @@ def _gumbel(bits: jax.Array) -> jax.Array:
     return -jnp.log(-jnp.log(uniform))
 
 
+def _kept(logits_XV: jax.Array, sampling: SamplingRows) -> jax.Array:
+    """Tempered and truncated logits, float32 [X, V]."""
+    temperature_X = jnp.maximum(sampling.temperature_X, _LEAST_TEMPERATURE)
+    return truncate(logits_XV / temperature_X[:, None], sampling)
+
+
+def drawn_from(logits_XV: jax.Array, sampling: SamplingRows) -> jax.Array:
+    """Logits of the distribution a token is drawn from, float32 [X, V].
+
+    A greedy row draws from none: its logits are given as they are.
+    """
+    drawn_X1 = (sampling.temperature_X >= _LEAST_TEMPERATURE)[:, None]
+    return jnp.where(drawn_X1, _kept(logits_XV, sampling), logits_XV)
+
+
 def _draw(logits_XV: jax.Array, sampling: SamplingRows, positions_X: jax.Array) -> jax.Array:
     """Gumbel-max draw of every row with its own key and position, int32 [X]."""
-    temperature_X = jnp.maximum(sampling.temperature_X, _LEAST_TEMPERATURE)
-    kept_XV = truncate(logits_XV / temperature_X[:, None], sampling)
-
+    kept_XV = _kept(logits_XV, sampling)
     noise_XV = _gumbel(_threefry(sampling.keys_X2, positions_X, logits_XV.shape[1]))
     return _argmax(kept_XV + noise_XV)
 

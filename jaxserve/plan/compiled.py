@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from jaxserve.plan.buckets import DecodeShape
 
-Key = Literal["permute"] | DecodeShape | int
-"""An executable: the row permutation, a decode shape, or a prefill's token bucket."""
+Key = Literal["permute", "write_counts"] | DecodeShape | int
+"""An executable: one of the two that move rows, a decode shape, or a prefill's token bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)

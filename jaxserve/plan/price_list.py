@@ -9,10 +9,13 @@ from typing import Any, Literal
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.plan.batch import (
     ArraySpec,
+    counts_spec,
     decode_state_specs,
+    mask_spec,
     new_blocks_spec,
     permutation_spec,
     prefill_batch_specs,
+    row_spec,
 )
 from jaxserve.plan.buckets import DecodeBuckets, DecodeShape, PrefillBuckets
 from jaxserve.plan.capture import CapturePlan, score_bytes
@@ -22,7 +25,7 @@ from jaxserve.plan.price import decode_traffic, prefill_traffic, roofline_second
 from jaxserve.plan.report import boot_lines, format_table
 from jaxserve.plan.units import format_bytes, format_seconds
 
-Kind = Literal["permute", "decode", "prefill"]
+Kind = Literal["permute", "write_counts", "decode", "prefill"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +226,8 @@ def price_list(
         return None if compiled is None else compiled[key]
 
     weights = weight_bytes(model, config.dtype)
-    state = tree_nbytes(decode_state_specs(config.max_num_seqs, config.blocks_per_row))
+    vocab_size = model.vocab_size
+    state = tree_nbytes(decode_state_specs(config.max_num_seqs, config.blocks_per_row, vocab_size))
     resident = weights + pool.pool_bytes + state
 
     def price_permute() -> ExecutablePrice:
@@ -237,6 +241,17 @@ def price_list(
             compiled=figures("permute"),
         )
 
+    def price_write_counts() -> ExecutablePrice:
+        counts = counts_spec(vocab_size).nbytes
+        return ExecutablePrice(
+            name="write_counts",
+            kind="write_counts",
+            argument_bytes=state + row_spec().nbytes + counts,
+            traffic_bytes=2 * counts,  # the host's read, the row written
+            roofline_seconds=2 * counts / bandwidth,
+            compiled=figures("write_counts"),
+        )
+
     def price_decode(shape: DecodeShape) -> ExecutablePrice:
         cells = decode.cells_for(*shape)
         traffic = decode_traffic(model, rows=shape.rows, cells=cells, dtype=config.dtype)
@@ -245,7 +260,9 @@ def price_list(
             kind="decode",
             rows=shape.rows,
             width=shape.width,
-            argument_bytes=resident + new_blocks_spec(shape.rows).nbytes,
+            argument_bytes=resident
+            + new_blocks_spec(shape.rows).nbytes
+            + mask_spec(shape.rows, vocab_size).nbytes,
             traffic_bytes=traffic.total_bytes,
             roofline_seconds=roofline_seconds(traffic, bandwidth),
             modelled_temp_bytes=score_bytes(shape, model.num_heads, capture.tile),
@@ -253,7 +270,7 @@ def price_list(
         )
 
     def price_prefill(tokens: int) -> ExecutablePrice:
-        sent = prefill_batch_specs(tokens, config.max_num_seqs, config.blocks_per_row)
+        sent = prefill_batch_specs(tokens, config.max_num_seqs, config.blocks_per_row, vocab_size)
         traffic = prefill_traffic(model, tokens=tokens, context=tokens, dtype=config.dtype)
         return ExecutablePrice(
             name=f"prefill {tokens}",
@@ -278,6 +295,7 @@ def price_list(
         capture=capture,
         executables=(
             price_permute(),
+            price_write_counts(),
             *map(price_decode, capture.shapes),
             *map(price_prefill, prefill.tokens),
         ),

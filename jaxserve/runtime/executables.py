@@ -19,14 +19,17 @@ from jaxserve.model.params import param_specs
 from jaxserve.plan.batch import (
     ArraySpec,
     DecodeState,
+    counts_spec,
     decode_state_specs,
+    mask_spec,
     new_blocks_spec,
     permutation_spec,
     prefill_batch_specs,
+    row_spec,
 )
 from jaxserve.plan.buckets import DecodeShape
 from jaxserve.plan.compiled import Key
-from jaxserve.runtime.steps import jit_decode, jit_permute, jit_prefill
+from jaxserve.runtime.steps import jit_decode, jit_permute, jit_prefill, jit_write_counts
 
 
 def shape_structs(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
@@ -75,7 +78,7 @@ class StepShapes:
 
     def state_specs(self) -> DecodeState:
         """``DecodeState`` of ArraySpec."""
-        return decode_state_specs(self.max_num_seqs, self.blocks_per_row)
+        return decode_state_specs(self.max_num_seqs, self.blocks_per_row, self.model.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,9 @@ class Built:
 
 PERMUTE: Literal["permute"] = "permute"
 """The key of the row permutation."""
+
+WRITE_COUNTS: Literal["write_counts"] = "write_counts"
+"""The key of the program that replaces a row's token counts."""
 
 Lower = Callable[[], jax.stages.Lowered]
 Recorder = Callable[[str, Lower], Built]
@@ -136,6 +142,10 @@ class Executables:
     def permute_for(self) -> jax.stages.Compiled:
         """The executable that permutes rows."""
         return self._find(PERMUTE)
+
+    def write_counts_for(self) -> jax.stages.Compiled:
+        """The executable that replaces a row's token counts."""
+        return self._find(WRITE_COUNTS)
 
     def decode_for(self, shape: DecodeShape) -> jax.stages.Compiled:
         """The decode executable of exactly ``shape``."""
@@ -191,7 +201,7 @@ def key_name(key: Key) -> str:
 
 def planned_keys(shapes: StepShapes) -> tuple[Key, ...]:
     """The list, in order."""
-    return (PERMUTE, *shapes.decode, *shapes.prefill_tokens)
+    return (PERMUTE, WRITE_COUNTS, *shapes.decode, *shapes.prefill_tokens)
 
 
 def lowerings(
@@ -216,16 +226,20 @@ def lower_step(
     if key == PERMUTE:
         sources = structs(permutation_spec(shapes.max_num_seqs))
         return jit_permute(persist_inputs=shapes.persist_inputs).lower(state, sources)
+    vocab_size = shapes.model.vocab_size
+    if key == WRITE_COUNTS:
+        row, counts = structs(row_spec()), structs(counts_spec(vocab_size))
+        return jit_write_counts(persist_inputs=shapes.persist_inputs).lower(state, row, counts)
     params = structs(param_specs(shapes.model, shapes.dtype, stacked=shapes.stacked))
     pool = structs(shapes.pool_specs())
     model, backend, persist = shapes.model, shapes.backend, shapes.persist_inputs
     if isinstance(key, DecodeShape):
         step = jit_decode(model, backend, key, shapes.block_size, platform, persist_inputs=persist)
-        sent = new_blocks_spec(key.rows)
+        sent = (new_blocks_spec(key.rows), mask_spec(key.rows, vocab_size))
     else:
         step = jit_prefill(model, backend, platform, persist_inputs=persist)
-        sent = prefill_batch_specs(key, shapes.max_num_seqs, shapes.blocks_per_row)
-    return step.lower(params, pool, state, structs(sent))
+        sent = (prefill_batch_specs(key, shapes.max_num_seqs, shapes.blocks_per_row, vocab_size),)
+    return step.lower(params, pool, state, *structs(sent))
 
 
 def record(name: str, lower: Lower) -> Built:

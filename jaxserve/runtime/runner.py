@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxserve.model.attention import KVPool
 from jaxserve.model.params import Params
-from jaxserve.plan.batch import DecodeState, PrefillBatch
+from jaxserve.plan.batch import (
+    ALL_ALLOWED,
+    NO_TARGET,
+    NULL_BLOCK,
+    ArraySpec,
+    DecodeState,
+    PrefillBatch,
+    Scores,
+    StepOutput,
+    bias_specs,
+    mask_spec,
+    new_blocks_spec,
+    targets_spec,
+)
 from jaxserve.plan.buckets import DecodeShape
 from jaxserve.plan.compiled import Key
-from jaxserve.runtime.executables import PERMUTE, Executables, StepShapes, zeros
+from jaxserve.runtime.executables import PERMUTE, WRITE_COUNTS, Executables, StepShapes, zeros
 
 
 @dataclass(frozen=True)
-class PendingTokens:
-    """Tokens of a dispatched step, still on the device."""
+class PendingStep:
+    """What a dispatched step drew, still on the device."""
 
-    tokens_X: jax.Array
+    output: StepOutput
 
     def read(self) -> np.ndarray:
-        """int32 [X]; blocks until the step is done."""
-        return np.asarray(self.tokens_X)
+        """The tokens, int32 [X]; blocks until the step is done."""
+        return np.asarray(self.output.tokens_X)
+
+    def read_scores(self) -> Scores:
+        """Their scores in numpy; blocks until the step is done."""
+        return jax.device_get(self.output.scores)
+
+    def read_prompt_scores(self) -> Scores:
+        """The scores of a prefill's targets in numpy; blocks until the step is done."""
+        assert self.output.prompt is not None
+        return jax.device_get(self.output.prompt)
 
 
 class ModelRunner:
@@ -37,8 +60,10 @@ class ModelRunner:
         self._executables = executables
         self._pool: KVPool = zeros(shapes.pool_specs())
         self._state: DecodeState = zeros(shapes.state_specs())
-        # A step that opens no block is sent nothing: these zeros are already there.
-        self._no_new_blocks: dict[int, jax.Array] = {}
+        self._vocab_size = shapes.model.vocab_size
+        # What asks for nothing is not sent: such arrays are already there.
+        self._no_bias = zeros(bias_specs(shapes.max_num_seqs))
+        self._neutral: dict[tuple[ArraySpec, int], jax.Array] = {}
         self._ran: set[Key] = set()
 
     def permute_rows(self, sources_B: np.ndarray) -> None:
@@ -46,21 +71,41 @@ class ModelRunner:
         self._state = self._executables.permute_for()(self._state, sources_B)
         self._ran.add(PERMUTE)
 
-    def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray) -> PendingTokens:
-        """One token for each of ``shape.rows`` rows; see ``decode_step``."""
-        step = self._executables.decode_for(shape)
-        blocks = new_blocks_B if new_blocks_B.any() else self._zeros(shape.rows)
-        self._pool, self._state, tokens_B = step(self.params, self._pool, self._state, blocks)
-        self._ran.add(shape)
-        return self._pending(tokens_B)
+    def write_counts(self, row: int, counts_V: np.ndarray) -> None:
+        """Replace the token counts of ``row``; see ``write_counts`` of the steps. uint16 [V]."""
+        step = self._executables.write_counts_for()
+        self._state = step(self._state, np.int32(row), counts_V)
+        self._ran.add(WRITE_COUNTS)
 
-    def prefill(self, batch: PrefillBatch) -> PendingTokens:
+    def decode(
+        self, shape: DecodeShape, new_blocks_B: np.ndarray, mask_BW: np.ndarray | None = None
+    ) -> PendingStep:
+        """One token for each of ``shape.rows`` rows; see ``decode_step``. No mask bans nothing."""
+        step = self._executables.decode_for(shape)
+        blocks: Any = new_blocks_B
+        if not new_blocks_B.any():
+            blocks = self._full(new_blocks_spec(shape.rows), NULL_BLOCK)
+        mask: Any = mask_BW
+        if mask is None:
+            mask = self._full(mask_spec(shape.rows, self._vocab_size), ALL_ALLOWED)
+        self._pool, self._state, output = step(self.params, self._pool, self._state, blocks, mask)
+        self._ran.add(shape)
+        return self._pending(output)
+
+    def prefill(self, batch: PrefillBatch) -> PendingStep:
         """One chunk of packed prompts; see ``prefill_step``."""
-        tokens = batch.tokens_T.shape[0]
+        tokens, segments = batch.tokens_T.shape[0], batch.rows_S.shape[0]
         step = self._executables.prefill_for(tokens)
-        self._pool, self._state, tokens_S = step(self.params, self._pool, self._state, batch)
+        if batch.bias is None:
+            batch = batch._replace(bias=self._no_bias)
+        if batch.mask_SW is None:
+            mask = self._full(mask_spec(segments, self._vocab_size), ALL_ALLOWED)
+            batch = batch._replace(mask_SW=mask)
+        if batch.targets_T is None:
+            batch = batch._replace(targets_T=self._full(targets_spec(tokens), NO_TARGET))
+        self._pool, self._state, output = step(self.params, self._pool, self._state, batch)
         self._ran.add(tokens)
-        return self._pending(tokens_S)
+        return self._pending(output)
 
     def context_lens(self) -> np.ndarray:
         """int32 [max_num_seqs]: tokens each row holds in the pool; waits for the device."""
@@ -79,12 +124,13 @@ class ModelRunner:
         """Where the pool's arrays lie; a step that copied one would move it."""
         return [array.unsafe_buffer_pointer() for half in self._pool for array in half]
 
-    def _zeros(self, rows: int) -> jax.Array:
-        if rows not in self._no_new_blocks:
-            self._no_new_blocks[rows] = jax.device_put(np.zeros(rows, np.int32))
-        return self._no_new_blocks[rows]
+    def _full(self, spec: ArraySpec, value: int) -> jax.Array:
+        """An array of one value that was sent once."""
+        if (spec, value) not in self._neutral:
+            self._neutral[spec, value] = jax.device_put(np.full(spec.shape, value, spec.dtype))
+        return self._neutral[spec, value]
 
     @staticmethod
-    def _pending(tokens_X: jax.Array) -> PendingTokens:
-        tokens_X.copy_to_host_async()
-        return PendingTokens(tokens_X)
+    def _pending(output: StepOutput) -> PendingStep:
+        output.tokens_X.copy_to_host_async()
+        return PendingStep(output)

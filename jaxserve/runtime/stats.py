@@ -35,7 +35,7 @@ class Totals:
         self.num_steps += 1
         self.scheduled_tokens += schedule.num_tokens
         if shape is not None:
-            rows = len(schedule.decode)
+            rows = schedule.num_decoding
             self.replays[shape] += 1
             self.padded_rows += shape.rows - rows
             read = shape.cells if tile is None else rows * round_up(schedule.width, tile)

@@ -1,6 +1,6 @@
-"""The three pure programs an engine runs: permute rows, decode, prefill.
+"""The pure programs an engine runs: decode, prefill, permute rows, write a row's counts.
 
-    pool, state, tokens_B = decode_step(params, pool, state, new_blocks_B, config=..., ...)
+    pool, state, output = decode_step(params, pool, state, new_blocks_B, mask_BW, config=..., ...)
 
 Each takes the pool and the decode state and gives them back changed. Under ``jax.jit`` donate
 both, or every step copies the pool.
@@ -16,22 +16,43 @@ import jax.numpy as jnp
 from jaxserve.config import AttentionBackend, ModelConfig
 from jaxserve.model.attention import KVPool, attend_decode, attend_prefill
 from jaxserve.model.linear import cpu_compiler_options
+from jaxserve.model.logprobs import score_prompt
+from jaxserve.model.next_token import idle_as_neutral, next_tokens
 from jaxserve.model.params import Params
-from jaxserve.model.sampling import sample
+from jaxserve.model.penalties import count_tokens, penalised
 from jaxserve.model.transformer import forward, logits
-from jaxserve.plan.batch import NULL_BLOCK, DecodeState, PrefillBatch, SamplingRows
+from jaxserve.plan.batch import (
+    NULL_BLOCK,
+    SIT_OUT,
+    DecodeState,
+    LogitBias,
+    PrefillBatch,
+    SamplingRows,
+    StepOutput,
+)
 from jaxserve.plan.buckets import DecodeShape
 
 
 def permute_rows(state: DecodeState, sources_B: jax.Array) -> DecodeState:
-    """Row b of the result is row ``sources_B[b]`` of ``state``, or an empty row where it is -1."""
+    """Row b of the result is row ``sources_B[b]`` of ``state``, or an empty row where it is -1.
+
+    The counts, most of the state's bytes, move only when some row has a penalty.
+    """
     empty_B = sources_B < 0
+    counted = jnp.any(penalised(state.sampling) & (state.context_lens_B > 0))
 
     def move(x: jax.Array) -> jax.Array:
         moved = x[jnp.maximum(sources_B, 0)]
         return jnp.where(empty_B.reshape((-1,) + (1,) * (x.ndim - 1)), jnp.zeros_like(x), moved)
 
-    return jax.tree.map(move, state)
+    counts_BV = jax.lax.cond(counted, move, lambda x: x, state.counts_BV)
+    moved = jax.tree.map(move, state._replace(counts_BV=()))
+    return moved._replace(counts_BV=counts_BV)
+
+
+def write_counts(state: DecodeState, row: jax.Array, counts_V: jax.Array) -> DecodeState:
+    """``state`` with the token counts of ``row`` (int32 scalar) replaced by ``counts_V`` uint16."""
+    return state._replace(counts_BV=state.counts_BV.at[row].set(counts_V))
 
 
 def decode_step(
@@ -39,28 +60,29 @@ def decode_step(
     pool: KVPool,
     state: DecodeState,
     new_blocks_B: jax.Array,
+    mask_BW: jax.Array,
     *,
     config: ModelConfig,
     backend: AttentionBackend,
     shape: DecodeShape,
     block_size: int,
-) -> tuple[KVPool, DecodeState, jax.Array]:
+) -> tuple[KVPool, DecodeState, StepOutput]:
     """One token for each of the first ``shape.rows`` rows of ``state``.
 
     ``new_blocks_B`` int32 [rows]: the block of each row's token where that token opens a block,
-    else NULL_BLOCK. ``shape.width`` bounds the tokens a row may hold, the new one included.
-    Returns the pool, the state and the drawn tokens, int32 [rows]; empty rows draw nonsense and
-    stay empty.
+    else NULL_BLOCK, or SIT_OUT for a row that stays as it is. ``mask_BW`` uint32: the tokens each
+    row may draw. ``shape.width`` bounds the tokens a row may hold, the new one included.
+    Returns the pool, the state and what was drawn, [rows]; rows that are empty or sit out draw
+    nonsense and stay as they are.
     """
-    rows = jax.tree.map(lambda x: x[: shape.rows], state)
-    lens_B = rows.context_lens_B
-    active_B = lens_B > 0
+    lens_B = state.context_lens_B[: shape.rows]
+    old_tables_BP = state.block_tables_BP[: shape.rows]
+    fed_B = state.last_tokens_B[: shape.rows]
+    active_B = (lens_B > 0) & (new_blocks_B != SIT_OUT)
     column_B = lens_B // block_size
     lanes_B = jnp.arange(shape.rows)
-    opened_B = jnp.where(
-        new_blocks_B != NULL_BLOCK, new_blocks_B, rows.block_tables_BP[lanes_B, column_B]
-    )
-    tables_BP = rows.block_tables_BP.at[lanes_B, column_B].set(opened_B)
+    opened_B = jnp.where(new_blocks_B > NULL_BLOCK, new_blocks_B, old_tables_BP[lanes_B, column_B])
+    tables_BP = old_tables_BP.at[lanes_B, column_B].set(opened_B)
     slots_B = jnp.where(
         active_B, opened_B * block_size + lens_B % block_size, NULL_BLOCK * block_size
     )
@@ -71,20 +93,34 @@ def decode_step(
         config,
         params,
         pool,
-        rows.last_tokens_B,
+        fed_B,
         lens_B,
         slots_B,
         lambda first_block, q, k, v: attend_decode(
             config, backend, q, k, v, read_tables_BP + first_block, seen_B
         ),
     )
-    tokens_B = sample(logits(params, hidden_BD), rows.sampling, seen_B)
+    sampling, bias = jax.tree.map(lambda x: x[: shape.rows], (state.sampling, state.bias))
+    sampling = idle_as_neutral(sampling, active_B)
+    tokens_B, scores = next_tokens(
+        logits(params, hidden_BD),
+        sampling,
+        bias,
+        mask_BW,
+        lambda: state.counts_BV[: shape.rows],
+        seen_B,
+    )
     state = state._replace(
         block_tables_BP=state.block_tables_BP.at[: shape.rows].set(tables_BP),
-        context_lens_B=state.context_lens_B.at[: shape.rows].set(seen_B),
-        last_tokens_B=state.last_tokens_B.at[: shape.rows].set(tokens_B),
+        context_lens_B=state.context_lens_B.at[: shape.rows].set(
+            jnp.where(active_B, seen_B, lens_B)
+        ),
+        last_tokens_B=state.last_tokens_B.at[: shape.rows].set(
+            jnp.where(active_B, tokens_B, fed_B)
+        ),
+        counts_BV=count_tokens(state.counts_BV, lanes_B, tokens_B, penalised(sampling)),
     )
-    return pool, state, tokens_B
+    return pool, state, StepOutput(tokens_B, scores)
 
 
 def prefill_step(
@@ -95,11 +131,11 @@ def prefill_step(
     *,
     config: ModelConfig,
     backend: AttentionBackend,
-) -> tuple[KVPool, DecodeState, jax.Array]:
+) -> tuple[KVPool, DecodeState, StepOutput]:
     """Chunks of up to S prompts; a prompt that ends moves into its decode row with a first token.
 
-    Returns the pool, the state and one drawn token a segment, int32 [S]; those of segments whose
-    prompt goes on mean nothing.
+    The counts of a row with penalties must be written before. Returns the pool, the state and what
+    was drawn, a token a segment; those of segments whose prompt goes on mean nothing.
     """
     pool, hidden_TD = forward(
         config,
@@ -119,8 +155,19 @@ def prefill_step(
             batch.cu_query_lens_S1,
         ),
     )
+    assert batch.bias is not None
     last_S = jnp.maximum(batch.cu_query_lens_S1[1:] - 1, 0)
-    tokens_S = sample(logits(params, hidden_TD[last_S]), batch.sampling, batch.context_lens_S)
+    tokens_S, scores = next_tokens(
+        logits(params, hidden_TD[last_S]),
+        batch.sampling,
+        batch.bias,
+        batch.mask_SW,
+        lambda: state.counts_BV.at[batch.rows_S].get(mode="clip"),
+        batch.context_lens_S,
+    )
+    prompt = score_prompt(
+        lambda hidden: logits(params, hidden), hidden_TD, batch.targets_T, config.vocab_size
+    )
 
     def insert(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[batch.rows_S].set(new, mode="drop")
@@ -130,8 +177,10 @@ def prefill_step(
         context_lens_B=insert(state.context_lens_B, batch.context_lens_S),
         last_tokens_B=insert(state.last_tokens_B, tokens_S),
         sampling=SamplingRows(*map(insert, state.sampling, batch.sampling)),
+        bias=LogitBias(*map(insert, state.bias, batch.bias)),
+        counts_BV=count_tokens(state.counts_BV, batch.rows_S, tokens_S, penalised(batch.sampling)),
     )
-    return pool, state, tokens_S
+    return pool, state, StepOutput(tokens_S, scores, prompt)
 
 
 def compiler_options(platform: str) -> dict[str, bool]:
@@ -170,3 +219,8 @@ def jit_prefill(
 def jit_permute(*, persist_inputs: bool = True) -> jax.stages.Wrapped:
     """``permute_rows`` jitted with the state donated if it persists."""
     return jax.jit(permute_rows, donate_argnums=0 if persist_inputs else ())
+
+
+def jit_write_counts(*, persist_inputs: bool = True) -> jax.stages.Wrapped:
+    """``write_counts`` jitted with the state donated if it persists."""
+    return jax.jit(write_counts, donate_argnums=0 if persist_inputs else ())

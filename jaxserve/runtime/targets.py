@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxserve.errors import BootError, ConfigError
 from jaxserve.plan.compiled import CompiledFigures, Key
 from jaxserve.runtime.cross_compile import Build, CrossCompiled, Failed, Note, cross_compile
-from jaxserve.runtime.executables import StepShapes
+from jaxserve.runtime.executables import StepShapes, planned_keys
 
 _SUFFIX = ".textproto"
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -95,7 +95,7 @@ def compile_for_target(
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     figures: dict[Key, CompiledFigures] = {}
-    total = 1 + len(shapes.decode) + len(shapes.prefill_tokens)
+    total = len(planned_keys(shapes))
     with tempfile.TemporaryDirectory(prefix="jaxserve-target-") as scratch:
         said = Path(scratch) / "stderr"
         process = context.Process(

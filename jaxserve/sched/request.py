@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxserve.config import SamplingParams
 from jaxserve.errors import IllegalTransition
-from jaxserve.sched.outputs import FinishReason, RequestTimings
+from jaxserve.sched.masks import TokenRules
+from jaxserve.sched.outputs import FinishReason, RequestTimings, TokenLogprobs
 
 
 class TokenMask(Protocol):
@@ -123,9 +124,11 @@ class Request:
     arrived_at: float
     cache_salt: str = ""
     group: str | None = None
+    rules: TokenRules | None = None
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     output_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -145,7 +148,34 @@ class Request:
     @property
     def num_output_left(self) -> int:
         """Tokens that may still be dispatched before length ends the request."""
-        return self.max_output_tokens - len(self.output_token_ids) - self.num_in_flight
+        left = self.max_output_tokens - len(self.output_token_ids) - self.num_in_flight
+        return max(
+            left, 0
+        )  # a prompt alone, max_output_tokens 0, has a draw in flight all the same
+
+    @property
+    def waits_for_token(self) -> bool:
+        """True when the next draw depends on one that is not read back."""
+        return bool(self.rules is not None and self.num_in_flight and self.rules.needs_last_token)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while the prompt's log probabilities are owed: every prompt token is computed."""
+        return self.params.prompt_logprobs is not None and not self.output_token_ids
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Those of a prompt that is computed, given out once; None if they are not owed."""
+        owed, self.prompt_logprobs = self.prompt_logprobs, []
+        prompt = len(self.prompt_token_ids)
+        return tuple(owed) if owed and None not in owed[1:prompt] else None
+
+    @property
+    def penalised(self) -> bool:
+        """True when its draws depend on how often each token was drawn before."""
+        params = self.params
+        return bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        )
 
     def tokens_between(self, start: int, end: int) -> Sequence[int]:
         """Known tokens at positions ``start`` to ``end`` - 1."""

@@ -35,12 +35,13 @@ class Chunk(NamedTuple):
 class Schedule:
     """One iteration of the device, in its order: permutation, decode, prefill.
 
-    ``decode[b]`` is the request in row b. ``new_blocks`` lists (row, block) where this token opens
-    a block. ``width`` counts the tokens of the longest decode row, the new one included.
+    ``decode[b]`` is the request in row b, None where it sits out. ``new_blocks`` lists (row,
+    block) where this token opens a block. ``width`` counts the tokens of the longest decode row,
+    the new one included.
     """
 
     permutation: list[int] | None
-    decode: list[Request]
+    decode: list[Request | None]
     new_blocks: list[tuple[int, int]]
     width: int
     chunks: list[Chunk]
@@ -53,7 +54,18 @@ class Schedule:
     @property
     def num_tokens(self) -> int:
         """Tokens this iteration computes."""
-        return len(self.decode) + self.num_prefill_tokens
+        return self.num_decoding + self.num_prefill_tokens
+
+    @property
+    def num_decoding(self) -> int:
+        """Rows that draw a token."""
+        return len(self.decode) - self.decode.count(None)
+
+    @property
+    def drawing(self) -> list[Request]:
+        """Requests that draw a token which counts."""
+        decoding = [request for request in self.decode if request is not None]
+        return decoding + [chunk.request for chunk in self.chunks if chunk.samples]
 
 
 class Scheduler:
@@ -92,7 +104,7 @@ class Scheduler:
         """Queue a request; raises InvalidRequest when the whole pool could not hold it."""
         prompt = len(request.prompt_token_ids)
         # The last token is never fed, so it needs no place.
-        needed = self.pool.blocks_for(prompt + request.max_output_tokens - 1)
+        needed = self.pool.blocks_for(prompt + max(request.max_output_tokens - 1, 0))
         usable = self.pool.num_usable
         if needed > usable:
             raise InvalidRequest(
@@ -125,12 +137,16 @@ class Scheduler:
         """
         budget = self._max_num_batched_tokens - self.rows.num_active
         num_preemptions = self.num_preemptions
+        num_decoding = 0
         prefilling: list[tuple[Request, int]] = []
         for request in tuple(self.running.values()):
             if request.state is RequestState.DECODING:
+                if request.waits_for_token:
+                    continue
+                num_decoding += 1
                 if request.num_computed == len(request.block_ids) * self.pool.block_size:
                     self.prefix_cache.register(request, request.num_computed)
-                    self._grow(request, request.num_computed + 1)
+                    num_decoding -= not self._grow(request, request.num_computed + 1)
             elif request.state is RequestState.PREFILLING:
                 # Only the youngest can be here: a prompt is cut when the budget ends at it.
                 count = min(request.num_tokens - request.num_computed, budget)
@@ -142,7 +158,7 @@ class Scheduler:
                 break
         if self.num_preemptions == num_preemptions:
             self._admit(budget, prefilling, now)
-        if not self.rows.num_active and not prefilling:
+        if not num_decoding and not prefilling:
             return None
         return self._advance(prefilling)
 
@@ -211,11 +227,15 @@ class Scheduler:
     def _advance(self, prefilling: list[tuple[Request, int]]) -> Schedule:
         """Write the iteration down and move every request's books past it."""
         permutation = self.rows.compact()
-        decode = self.rows.active()
+        decode: list[Request | None] = []
         new_blocks: list[tuple[int, int]] = []
         width = 0
         ended: list[Request] = []
-        for row, request in enumerate(decode):
+        for row, request in enumerate(self.rows.active()):
+            if request.waits_for_token:
+                decode.append(None)
+                continue
+            decode.append(request)
             if request.num_computed % self.pool.block_size == 0:
                 new_blocks.append((row, request.block_ids[-1]))
             request.num_computed += 1
@@ -241,7 +261,9 @@ class Scheduler:
             request.num_in_flight += 1
             if request.num_output_left:
                 request.move_to(RequestState.DECODING)
-                row = self.rows.append(request)
             else:
                 ended.append(request)
+            # Counts are kept by row, so a draw that needs them takes one even if it is the last.
+            if request.num_output_left or request.penalised:
+                row = self.rows.append(request)
         return Chunk(request, start, end, tuple(request.block_ids), samples, row)

@@ -57,7 +57,7 @@ class Weights:
 
 CHECKPOINT = Checkpoint(name="tiny", config=MODEL, tokenizer=None, tensors=Weights())
 CONFIG = EngineConfig(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, block_size=8)
-NAMES = ["permute", "decode 1x64", "decode 2x64", "prefill 32"]
+NAMES = ["permute", "write_counts", "decode 1x64", "decode 2x64", "prefill 32"]
 GIB = 2**30
 
 
@@ -137,13 +137,13 @@ def test_every_step_is_compiled_and_run_before_the_first_request(first):
     stats = first.booted.executable_stats()
     assert (stats.planned, stats.compiles_after_ready) == (4, 0)
     assert stats.compile_seconds > 0
-    assert first.info()["executables"]["ready"] == 4
+    assert first.info()["executables"]["ready"] == 5
     assert first.info()["capture"]["warm"] is True
 
 
 def test_a_second_boot_compiles_nothing_and_answers_the_same(first, second):
     assert second.recorded == []
-    assert [b.cache for b in second.booted.executables.all] == ["hit"] * 4
+    assert [b.cache for b in second.booted.executables.all] == ["hit"] * 5
     assert second.answer(PROMPTS) == first.answer(PROMPTS)
 
 
@@ -177,7 +177,7 @@ def test_a_step_outside_the_list_is_refused_and_not_compiled(second):
 
 
 def test_each_executable_is_one_line_with_its_price_and_where_it_came_from(first, second):
-    pattern = r"\d of 4 executables: (.+): [\d.]+ (?:us|ms|s), temp [\d.]+ [KM]?i?B, cache (.+)"
+    pattern = r"\d of 5 executables: (.+): [\d.]+ (?:us|ms|s), temp [\d.]+ [KM]?i?B, cache (.+)"
     for boot, cache in ((first, "miss: not compiled before"), (second, "hit")):
         found = [m.groups() for line in boot.lines if (m := re.fullmatch(pattern, line))]
         assert sorted(found) == sorted((name, cache) for name in NAMES)
@@ -188,11 +188,11 @@ def test_each_executable_is_one_line_with_its_price_and_where_it_came_from(first
 def test_a_boot_says_what_it_will_compile_and_where_the_next_one_finds_it(first, second, cache_dir):
     (said,) = [line for line in first.lines if line.startswith("compiling ")]
     assert said == (
-        f"compiling 4 of 4 executables, once: the next boot loads them from {cache_dir}"
+        f"compiling 5 of 5 executables, once: the next boot loads them from {cache_dir}"
     )
-    assert f"loading 4 executables from {cache_dir}" in second.lines
-    assert second.lines.index(f"loading 4 executables from {cache_dir}") < min(
-        i for i, line in enumerate(second.lines) if " of 4 executables: " in line
+    assert f"loading 5 executables from {cache_dir}" in second.lines
+    assert second.lines.index(f"loading 5 executables from {cache_dir}") < min(
+        i for i, line in enumerate(second.lines) if " of 5 executables: " in line
     )
 
 
@@ -201,11 +201,11 @@ def test_a_boot_that_keeps_nothing_promises_nothing(first, tmp_path):
         shapes=sizing.step_shapes(MODEL, first.booted.config, (DecodeShape(1, 64),), 9, "cpu"),
         platform="cpu",
     )
-    assert compiler.forecast() == "compiling 3 executables"
+    assert compiler.forecast() == "compiling 4 executables"
     file = tmp_path / "file"
     file.write_text("")
     unusable = replace(compiler, cache=CompileCache(file))
-    assert unusable.forecast() == "compiling 3 of 3 executables"
+    assert unusable.forecast() == "compiling 4 of 4 executables"
 
 
 def test_a_miss_names_what_changed(boot_again):
@@ -243,13 +243,13 @@ build_engine(CHECKPOINT, CONFIG, boot, report=lambda line: print(line, flush=Tru
     with start() as killed:
         assert killed.stdout is not None
         for line in killed.stdout:
-            if line.startswith("1 of 4 executables: "):
+            if line.startswith("1 of 5 executables: "):
                 killed.send_signal(signal.SIGKILL)
                 break
     assert killed.returncode == -signal.SIGKILL
     with start() as again:
         assert again.stdout is not None
-        lines = [line for line in again.stdout if " of 4 executables: " in line]
+        lines = [line for line in again.stdout if " of 5 executables: " in line]
     assert again.returncode == 0
     assert len(lines) == 4
     assert sum(line.endswith("cache hit\n") for line in lines) >= 1
@@ -462,7 +462,7 @@ def test_a_width_flag_is_refused_on_the_streamed_read():
 
 def test_a_shape_outside_the_list_is_compiled_once_counted_told_and_then_serves_smaller_ones():
     boot = Boot(RECTANGLE, BootConfig(warm_width=128, warm_rows=1, allow_late_compile=True))
-    assert sorted(boot.recorded) == sorted(["permute", "decode 1x128", "prefill 32"])
+    assert sorted(boot.recorded) == ["decode 1x128", "permute", "prefill 32", "write_counts"]
     boot.recorded.clear()
     boot.answer([[1] * 30, [2] * 30], max_tokens=120, ignore_eos=True)
     assert boot.recorded == ["decode 2x128", "decode 2x256"]

@@ -69,7 +69,8 @@ def test_256_rows_of_8192_tokens_are_576_shapes_on_a_rectangle_and_9_streamed(
     assert POOL_BYTES - pool["bytes_per_block"] < pool["pool_bytes"] <= POOL_BYTES
     assert pool["full_length_requests"] == (pool["num_blocks"] - 1) // 512
     kinds = [e["kind"] for e in listed["executables"]]
-    assert [kinds.count(k) for k in ("permute", "decode", "prefill")] == [1, count, 5]
+    counts = [kinds.count(k) for k in ("permute", "write_counts", "decode", "prefill")]
+    assert counts == [1, 1, count, 5]
     assert listed["target"] is None
     assert {e["compiled"] for e in listed["executables"]} == {None}
 

@@ -9,24 +9,23 @@ from hypothesis import strategies as st
 
 from jaxserve.model.linear import cpu_compiler_options
 from jaxserve.model.sampling import sample, truncate
-from jaxserve.plan.batch import SamplingRows
+from jaxserve.plan.batch import NEUTRAL_SAMPLING, SamplingRows, sampling_specs
 
 VOCAB = 97
 
 
 def rows_of(settings: list[dict]) -> SamplingRows:
-    """SamplingRows from one dict a row; what is left out is neutral."""
+    """SamplingRows from one dict a row of field names without their shape; the rest is neutral."""
 
-    def column(name, neutral, dtype):
-        return jnp.asarray([s.get(name, neutral) for s in settings], dtype)
+    def column(name, neutral, spec):
+        field = name.rsplit("_", 1)[0]
+        values = [s.get(field, neutral) for s in settings]
+        if field == "keys":
+            values = [[0, s.get("seed", 0)] for s in settings]
+        return jnp.asarray(values, spec.dtype)
 
-    return SamplingRows(
-        temperature_X=column("temperature", 0.0, jnp.float32),
-        top_k_X=column("top_k", 0, jnp.int32),
-        top_p_X=column("top_p", 1.0, jnp.float32),
-        min_p_X=column("min_p", 0.0, jnp.float32),
-        keys_X2=jnp.asarray([[0, s.get("seed", 0)] for s in settings], jnp.uint32),
-    )
+    specs = sampling_specs(len(settings))
+    return SamplingRows(*map(column, SamplingRows._fields, NEUTRAL_SAMPLING, specs))
 
 
 def kept_by_sorting(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:

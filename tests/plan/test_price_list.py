@@ -27,7 +27,11 @@ MODEL = ModelConfig(
 # Two layers, the last norm of 4 and two tables of 10 x 4 are 340.
 WEIGHTS = 340 * 4
 POOL = 9 * 8 * 2 * 2 * 2 * 4  # blocks, tokens, K and V, layers, head size, float32
-STATE = 2 * (4 + 1 + 1 + 4 + 2) * 4  # rows: 4 blocks, length, token, four settings, half a key x 2
+# A row: 4 blocks, length, token, eight settings and half a key x 2; 300 biases; 10 counts.
+ROW = (4 + 1 + 1 + 8 + 2) * 4
+BIAS = 300 * (4 + 4)
+STATE = 2 * (ROW + BIAS + 10 * 2)
+MASK = 4  # 10 tokens in a word
 KERNEL = KernelFigures(name="k", registers=177, spill_store_bytes=8, spill_load_bytes=4)
 FIGURES = CompiledFigures(
     trace_seconds=0.5,
@@ -43,7 +47,7 @@ FIGURES = CompiledFigures(
 )
 
 
-KEYS: tuple[Key, ...] = ("permute", DecodeShape(1, 32), DecodeShape(2, 32), 32)
+KEYS: tuple[Key, ...] = ("permute", "write_counts", DecodeShape(1, 32), DecodeShape(2, 32), 32)
 
 
 def all_of(figures: CompiledFigures) -> dict[Key, CompiledFigures]:
@@ -80,10 +84,17 @@ def by_name(listed: PriceList):
     return {e.name: e for e in listed.executables}
 
 
-def test_the_list_is_the_permutation_every_kept_decode_shape_and_every_prefill_bucket():
-    assert list(by_name(prices())) == ["permute", "decode 1x32", "decode 2x32", "prefill 32"]
+def test_the_list_is_the_two_that_move_rows_every_kept_decode_shape_and_every_prefill_bucket():
+    assert list(by_name(prices())) == [
+        "permute",
+        "write_counts",
+        "decode 1x32",
+        "decode 2x32",
+        "prefill 32",
+    ]
     assert list(by_name(prices(streamed=False))) == [
         "permute",
+        "write_counts",
         "decode 1x16",
         "decode 1x32",
         "decode 2x16",
@@ -95,7 +106,7 @@ def test_the_list_is_the_permutation_every_kept_decode_shape_and_every_prefill_b
 def test_a_decode_costs_what_is_worked_out_by_hand():
     decode = by_name(prices())["decode 2x32"]
     assert (decode.kind, decode.rows, decode.width, decode.tokens) == ("decode", 2, 32, None)
-    assert decode.argument_bytes == WEIGHTS + POOL + STATE + 2 * 4
+    assert decode.argument_bytes == WEIGHTS + POOL + STATE + 2 * 4 + 2 * MASK
     # Read: both layers, three norm-sized rows (the last norm, two embeddings), the output table,
     # and K and V of 2 x 32 tokens at 32 bytes; written: K and V of two tokens.
     read = (2 * 128 + 3 * 4 + 40) * 4 + 64 * 32
@@ -119,7 +130,7 @@ def test_a_prefill_costs_what_is_worked_out_by_hand():
         32,
     )
     # Three arrays of tokens, 3 offsets, and per segment what a row has but the token, and its row.
-    sent = (3 * 32 + 3 + 2 * (4 + 1 + 1 + 4 + 2)) * 4
+    sent = (4 * 32 + 3) * 4 + 2 * (ROW + BIAS + MASK)
     assert prefill.argument_bytes == WEIGHTS + POOL + STATE + sent
     assert prefill.traffic_bytes == (2 * 128 + 33 * 4 + 40) * 4 + 2 * 32 * 32
     assert prefill.temp_bytes is None
@@ -131,12 +142,18 @@ def test_the_permutation_reads_and_writes_the_state_alone():
     assert permute.traffic_bytes == 2 * STATE
 
 
+def test_writing_counts_takes_one_row_of_them():
+    write = by_name(prices())["write_counts"]
+    assert write.argument_bytes == STATE + 4 + 10 * 2
+    assert write.traffic_bytes == 2 * 10 * 2
+
+
 def test_the_compilers_workspace_replaces_the_model_and_sizes_the_total():
     compiled = all_of(FIGURES) | {32: replace(FIGURES, temp_bytes=4096)}
     listed = prices(compiled, target="a GPU")
     assert by_name(listed)["decode 2x32"].temp_bytes == 512
     assert listed.temp_bytes == 4096
-    assert listed.compile_seconds == 4 * 2.0
+    assert listed.compile_seconds == 5 * 2.0
     total = listed.as_dict()["total"]
     assert total["resident_bytes"] == WEIGHTS + POOL + STATE + 4096
 
@@ -203,7 +220,7 @@ def test_the_text_names_the_pool_the_list_and_every_executable():
     assert "capture list: all 2 shapes" in text
     for name in by_name(prices()):
         assert name in text
-    assert "total: 4 executables; " in text
+    assert "total: 5 executables; " in text
 
 
 def test_the_text_shows_registers_and_spills_of_hand_written_kernels_where_they_are_known():

@@ -49,8 +49,8 @@ class SlowRunner(FakeRunner):
 
         return SlowPending(self.device.submit(work))
 
-    def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray) -> Any:
-        return self._launch(super().decode, shape, new_blocks_B)
+    def decode(self, *arguments: Any) -> Any:
+        return self._launch(super().decode, *arguments)
 
     def prefill(self, batch: Any) -> Any:
         return self._launch(super().prefill, batch)
@@ -69,8 +69,8 @@ def test_the_next_iteration_is_dispatched_before_the_tokens_of_the_last_are_read
 class LoggingRunner(FakeRunner):
     """Writes down dispatches and reads in the order the host makes them."""
 
-    def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray) -> Any:
-        return self._watch(super().decode(shape, new_blocks_B))
+    def decode(self, *arguments: Any) -> Any:
+        return self._watch(super().decode(*arguments))
 
     def prefill(self, batch: Any) -> Any:
         return self._watch(super().prefill(batch))
@@ -246,9 +246,9 @@ class BrokenRunner(FakeRunner):
         self._break("permute")
         super().permute_rows(sources_B)
 
-    def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray) -> Any:
+    def decode(self, *arguments: Any) -> Any:
         self._break("decode")
-        return self._maybe_unreadable(super().decode(shape, new_blocks_B))
+        return self._maybe_unreadable(super().decode(*arguments))
 
     def prefill(self, batch: Any) -> Any:
         self._break("prefill")
@@ -285,7 +285,7 @@ def test_a_failing_device_ends_the_engine_for_good_with_the_cause_kept(breaks):
 
 def test_an_interrupt_passes_and_the_engine_is_dead_after_it():
     class Interrupted(FakeRunner):
-        def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray) -> Any:
+        def decode(self, *arguments: Any) -> Any:
             raise KeyboardInterrupt
 
     engine, _ = build(Interrupted)

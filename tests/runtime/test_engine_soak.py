@@ -121,18 +121,18 @@ class ForgetsPermutations(FakeRunner):
 
 
 class ForgetsNewBlocks(FakeRunner):
-    def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray) -> FakePending:
-        return super().decode(shape, np.zeros_like(new_blocks_B))
+    def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray, mask_BW: Any) -> FakePending:
+        return super().decode(shape, np.zeros_like(new_blocks_B), mask_BW)
 
 
 class ReadsTooNarrow(FakeRunner):
-    def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray) -> FakePending:
-        return super().decode(shape._replace(width=8), new_blocks_B)
+    def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray, mask_BW: Any) -> FakePending:
+        return super().decode(shape._replace(width=8), new_blocks_B, mask_BW)
 
 
 class ReadsAFutureSlot(FakeRunner):
-    def read_and_draw(self, table_P: np.ndarray, length: int, sampling: Any) -> int:
-        return super().read_and_draw(table_P, length + 1, sampling)
+    def read_and_draw(self, table_P: np.ndarray, length: int, *asked: Any) -> int:
+        return super().read_and_draw(table_P, length + 1, *asked)
 
 
 class SwapsSeeds(FakeRunner):

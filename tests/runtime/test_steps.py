@@ -13,7 +13,7 @@ import pytest
 from jaxserve.errors import NoExecutable
 from jaxserve.model.definition import params_of
 from jaxserve.model.params import param_specs
-from jaxserve.plan.batch import DecodeState
+from jaxserve.plan.batch import DecodeState, mask_spec
 from jaxserve.plan.buckets import DecodeShape
 from jaxserve.runtime.compiler import compile_executables
 from jaxserve.runtime.executables import (
@@ -104,11 +104,15 @@ def test_every_step_gives_back_the_shapes_it_took(built):
     _, shapes, executables = built
     pool, state = shape_structs(shapes.pool_specs()), shape_structs(shapes.state_specs())
     for built_step in (*executables.decode.values(), *executables.prefill.values()):
-        out_pool, out_state, tokens = built_step.compiled.out_info
+        out_pool, out_state, output = built_step.compiled.out_info
         chex.assert_trees_all_equal_shapes_and_dtypes(out_pool, pool)
         chex.assert_trees_all_equal_shapes_and_dtypes(out_state, state)
-        chex.assert_type(tokens, jnp.int32)
-        chex.assert_rank(tokens, 1)
+        for scores in (output.scores, output.prompt):
+            if scores is not None:
+                chex.assert_type(list(scores), [jnp.float32, jnp.int32, jnp.int32, jnp.float32])
+                chex.assert_rank(list(scores), [1, 1, 2, 2])
+        chex.assert_type(output.tokens_X, jnp.int32)
+        chex.assert_rank(output.tokens_X, 1)
 
 
 def test_permute_rows_moves_every_leaf_of_the_state():
@@ -116,6 +120,8 @@ def test_permute_rows_moves_every_leaf_of_the_state():
     filled = jax.tree.map(
         lambda x: jnp.arange(1, x.size + 1, dtype=x.dtype).reshape(x.shape), state
     )
+    filled = filled._replace(counts_BV=jnp.ones_like(filled.counts_BV))  # where 3 rows differ
+    filled = filled._replace(counts_BV=filled.counts_BV.at[3].set(7))
     moved = permute_rows(filled, jnp.asarray([3, -1, 0, -1], jnp.int32))
     assert isinstance(moved, DecodeState)
     for old, new in zip(jax.tree.leaves(filled), jax.tree.leaves(moved), strict=True):
@@ -160,6 +166,7 @@ def test_an_undonated_pool_would_be_seen_as_a_copy(built):
             shape_structs(shapes.pool_specs()),
             shape_structs(shapes.state_specs()),
             jax.ShapeDtypeStruct((ROWS,), jnp.int32),
+            shape_structs(mask_spec(ROWS, shapes.model.vocab_size)),
         )
         .compile()
     )

@@ -125,7 +125,7 @@ def modelled_argument_bytes() -> dict[Key, int]:
         bandwidth=1.0,
         bandwidth_of="",
     )
-    keys: tuple[Key, ...] = ("permute", DECODE, 32)
+    keys: tuple[Key, ...] = ("permute", "write_counts", DECODE, 32)
     return {k: e.argument_bytes for k, e in zip(keys, listed.executables, strict=True)}
 
 
@@ -143,7 +143,7 @@ def test_every_packaged_target_compiles(name):
 @needs_plugin
 def test_a_model_compiled_for_an_h200_updates_pool_and_state_in_place():
     figures = compile_for_target(load_target("h200"), SHAPES, workers=2)
-    assert set(figures) == {"permute", DECODE, 32}
+    assert set(figures) == {"permute", "write_counts", DECODE, 32}
     state = tree_nbytes(SHAPES.state_specs())
     pool = tree_nbytes(SHAPES.pool_specs())
     assert figures["permute"].alias_bytes == state
