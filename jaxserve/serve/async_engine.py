@@ -119,9 +119,7 @@ class AsyncEngine:
                 )
             self._open += 1
             deadline = self._clock() + self._request_timeout_s
-            options = EngineOptions(cache_salt=cache_salt, group=group)
-            if mask is not None:
-                options["mask"] = mask
+            options = EngineOptions(mask=mask, cache_salt=cache_salt, group=group)
             self._inbox.put(Add(stream, prompt_token_ids, params, options, deadline))
         try:
             await stream.accepted()

@@ -14,10 +14,10 @@ from jaxserve.serve.streams import RequestStream
 PauseMode = Literal["abort", "wait", "keep"]
 
 
-class EngineOptions(TypedDict, total=False):
+class EngineOptions(TypedDict):
     """What Engine.add_request takes besides a prompt and its sampling."""
 
-    mask: TokenMask
+    mask: TokenMask | None
     cache_salt: str
     group: str | None
 
