@@ -41,6 +41,7 @@ from jaxserve.runtime.executables import (
 from jaxserve.runtime.fingerprint import environment_parts
 from jaxserve.runtime.laps import Laps, boot_seconds_line, seconds_since_start
 from jaxserve.runtime.placing import place_params
+from jaxserve.runtime.profiling import Profiler
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.sizing import (
     check_asked_sizes,
@@ -51,11 +52,14 @@ from jaxserve.runtime.sizing import (
     plan_sizes,
     step_shapes,
 )
+from jaxserve.sched.outputs import EngineStats, RequestUpdate
+from jaxserve.serve.admin import engine_actions
 from jaxserve.serve.app import AppParts, create_app
 from jaxserve.serve.async_engine import AsyncEngine
 from jaxserve.serve.launch import Serving
+from jaxserve.serve.logs import EngineLog, Log, no_log
 from jaxserve.serve.metrics import Metrics
-from jaxserve.serve.settings import ServeSettings
+from jaxserve.serve.settings import ServerSettings, ServeSettings
 from jaxserve.serve.text import Text
 
 Report = Callable[[str], None]
@@ -259,6 +263,7 @@ def build_app(
     report: Report,
     progress: Progress,
     on_death: Callable[[BaseException], None],
+    log: Log = no_log,
     xla_flags: str = "",
 ) -> Serving:
     """The whole server behind its port: checkpoint, engine, bridge and routes, in that order.
@@ -293,6 +298,21 @@ def build_app(
         add_bos=bundle.add_bos,
     )
     names = server.served_model_names or (checkpoint.name,)
+    serving = serve_engine(booted, text, names, server, on_death, log)
+    laps.lap(("app", 1))
+    report(boot_seconds_line(laps.seconds))
+    return serving
+
+
+def serve_engine(
+    booted: BootedEngine,
+    text: Text,
+    names: tuple[str, ...],
+    server: ServerSettings,
+    on_death: Callable[[BaseException], None],
+    log: Log,
+) -> Serving:
+    """The bridge and the routes over a warm engine; the engine's thread starts here."""
     max_model_len = booted.config.max_model_len
     metrics = Metrics(
         names[0],
@@ -300,12 +320,21 @@ def build_app(
         prefix=server.metrics_prefix,
         executables=booted.executable_stats,
     )
+    engine_log = EngineLog(log)
+
+    def on_step(stats: EngineStats, ended: list[RequestUpdate]) -> None:
+        metrics.observe_step(stats, ended)
+        engine_log.observe_step(stats)
+
     engine = AsyncEngine(
         booted.engine,
         max_requests=booted.config.max_num_seqs + server.max_queued_requests,
-        on_step=metrics.observe_step,
+        on_step=on_step,
         on_death=on_death,
+        request_timeout_s=server.request_timeout_s or float("inf"),
     )
+    profiler = Profiler()
+    actions = engine_actions(engine, start_profile=profiler.start, stop_profile=profiler.stop)
     app = create_app(
         AppParts(
             engine=engine,
@@ -316,8 +345,10 @@ def build_app(
             version=__version__,
             boot_info=lambda: booted.info(engine.stats()),
             api_keys=server.api_keys,
+            allowed_origins=server.allowed_origins,
+            admin=actions if server.enable_admin else (),
+            log=log,
+            log_probes=server.log_level == "debug",
         )
     )
-    laps.lap(("app", 1))
-    report(boot_seconds_line(laps.seconds))
     return Serving(app, engine)

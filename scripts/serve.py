@@ -9,6 +9,7 @@ import asyncio
 import difflib
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -22,7 +23,16 @@ from tqdm import tqdm
 from jaxserve.config import BootConfig, EngineConfig
 from jaxserve.errors import BootError, CheckpointError, ConfigError
 from jaxserve.serve.flags import FlagParser
-from jaxserve.serve.launch import BuildApp, Serving, bind, run_server
+from jaxserve.serve.launch import (
+    BuildApp,
+    OnDeath,
+    OnPhase,
+    OnProgress,
+    Serving,
+    bind,
+    run_server,
+)
+from jaxserve.serve.logs import Log, LogWriter, log_line, no_log
 from jaxserve.serve.settings import (
     CheckpointSettings,
     PlanSettings,
@@ -33,6 +43,7 @@ from jaxserve.serve.text import compile_template
 
 _BAR_DELAY_S = 0.5  # what is over sooner flashes no bar
 _LINE_EVERY_S = 10.0  # in a log, which is no terminal
+_LAST_LINES_S = 1.0  # for the log to be written when the process ends
 
 
 def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> ServeSettings:
@@ -56,6 +67,8 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> ServeSettings
     given["served_model_names"] = tuple(given.get("served_model_names", ()))
     if not all(given["served_model_names"]):
         raise ConfigError("--served-model-name: a name is empty; give a word, or no flag")
+    if "allowed_origins" in given:
+        given["allowed_origins"] = _origins(given["allowed_origins"])
     if "chat_template" in given:
         given["chat_template"] = _chat_template(given["chat_template"])
 
@@ -78,6 +91,22 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> ServeSettings
         boot=of(BootConfig),
         plan=of(PlanSettings) if "plan" in given else None,
     )
+
+
+def _origins(value: str) -> tuple[str, ...]:
+    try:
+        origins = json.loads(value)
+    except ValueError:
+        origins = None
+    if not isinstance(origins, list) or not all(
+        isinstance(origin, str) and re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/]+", origin)
+        for origin in origins
+    ):
+        raise ConfigError(
+            f"--allowed-origins {value}: give a JSON list of origins, without a path, e.g. "
+            """'["https://chat.example.org"]' or '["*"]'"""
+        )
+    return tuple(origins)
 
 
 def _switches(cuda_graphs: bool | None, enforce_eager: bool) -> dict[str, bool]:
@@ -160,6 +189,23 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
+def _say_json(line: str) -> None:
+    print(log_line("json", time.time(), "server", {"message": line}), flush=True)
+
+
+def _say_death(error: BaseException, log: Log | None) -> None:
+    """Why the engine ended, with its traceback."""
+    if log is not None:
+        log("death", {"traceback": "".join(traceback.format_exception(error))})
+        return
+    print("serve.py: the engine ended", file=sys.stderr)
+    traceback.print_exception(error)
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """For logs that only machines read; /ready tells it as well."""
+
+
 class Progress:
     """Of one thing at a time: a bar on a terminal's stderr, elsewhere a line now and then.
 
@@ -201,17 +247,16 @@ class Progress:
             self._bar = None
 
 
-def _builder(settings: ServeSettings) -> BuildApp:
-    def build(
-        on_phase: Callable[[str], None], on_death: Callable[[BaseException], None]
-    ) -> Serving:
+def _builder(settings: ServeSettings, log: Log) -> BuildApp:
+    def build(on_phase: OnPhase, on_progress: OnProgress, on_death: OnDeath) -> Serving:
         from jaxserve.boot import build_app  # imports JAX, which reads its environment then
 
         return build_app(
             settings,
             report=on_phase,
-            progress=Progress(),
+            progress=on_progress,
             on_death=on_death,
+            log=log,
             xla_flags=os.environ.get("XLA_FLAGS", ""),
         )
 
@@ -220,7 +265,7 @@ def _builder(settings: ServeSettings) -> BuildApp:
 
 def main(
     argv: Sequence[str] | None = None,
-    builder: Callable[[ServeSettings], BuildApp] = _builder,
+    builder: Callable[[ServeSettings, Log], BuildApp] = _builder,
 ) -> int:
     """Returns the exit code: 0 stopped, 1 did not boot or the engine died, 2 a wrong flag."""
     try:
@@ -233,37 +278,44 @@ def main(
     if settings.plan is not None:
         return _print_plan(settings, settings.plan)
 
-    def on_death(error: BaseException) -> None:
-        print("serve.py: the engine ended", file=sys.stderr)
-        traceback.print_exception(error)
+    in_json = server.log_format == "json"
+    say = _say_json if in_json else _say
+    writer = LogWriter(sys.stderr, server.log_format)
+    log: Log = writer if server.log_level in ("debug", "info") else no_log
+    bar = no_progress if in_json else Progress()
 
-    def build(
-        on_phase: Callable[[str], None], tell_server: Callable[[BaseException], None]
-    ) -> Serving:
-        def both(error: BaseException) -> None:
+    def build(on_phase: OnPhase, on_progress: OnProgress, on_death: OnDeath) -> Serving:
+        def tell_all(error: BaseException) -> None:
+            _say_death(error, writer if in_json else None)
             on_death(error)
-            tell_server(error)
 
-        return builder(settings)(on_phase, both)
+        def show(what: str, done: int, total: int) -> None:
+            bar(what, done, total)
+            on_progress(what, done, total)
+
+        return builder(settings, log)(on_phase, show, tell_all)
 
     try:
         listener = bind(server.host, server.port)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        _say(f"listening on {url}, starting")
+        say(f"listening on {url}, starting")
         return asyncio.run(
             run_server(
                 listener,
                 build,
                 grace_s=server.shutdown_grace_s,
                 log_level=server.log_level,
-                on_ready=lambda: _say(f"ready: {url}/v1"),
-                on_phase=_say,
+                on_ready=lambda: say(f"ready: {url}/v1"),
+                on_phase=say,
+                log=log,
             )
         )
     except BootError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 1
+    finally:
+        writer.close(_LAST_LINES_S)
 
 
 def _leave(code: int) -> NoReturn:

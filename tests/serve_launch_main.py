@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +20,8 @@ from jaxserve.errors import CheckpointError  # noqa: E402
 from jaxserve.sched.outputs import RequestUpdate  # noqa: E402
 from jaxserve.serve.app import create_app  # noqa: E402
 from jaxserve.serve.async_engine import AsyncEngine  # noqa: E402
-from jaxserve.serve.launch import Serving  # noqa: E402
+from jaxserve.serve.launch import OnDeath, OnPhase, OnProgress, Serving  # noqa: E402
+from jaxserve.serve.logs import Log  # noqa: E402
 from jaxserve.serve.settings import ServeSettings  # noqa: E402
 from tests.serve_fakes import ScriptedEngine, app_parts  # noqa: E402
 
@@ -47,10 +47,8 @@ def main() -> int:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
 
-    def builder(settings: ServeSettings):
-        def build(
-            on_phase: Callable[[str], None], on_death: Callable[[BaseException], None]
-        ) -> Serving:
+    def builder(settings: ServeSettings, log: Log):
+        def build(on_phase: OnPhase, on_progress: OnProgress, on_death: OnDeath) -> Serving:
             on_phase("loading nothing")
             if mode == "no-boot":
                 raise CheckpointError("no such model: nothing")

@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from jaxserve.config import SamplingParams
 from jaxserve.errors import EngineError, InvalidRequest, RequestRefused, UnknownModel
-from jaxserve.serve import http
+from jaxserve.serve import http, openapi
+from jaxserve.serve.admin import AdminAction
 from jaxserve.serve.calls import Call
 from jaxserve.serve.generation import EngineClient
+from jaxserve.serve.logs import Log, no_log
 from jaxserve.serve.metrics import CONTENT_TYPE, Metrics
+from jaxserve.serve.page import page_response
 from jaxserve.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -31,6 +33,7 @@ from jaxserve.serve.protocol import (
     TokenizeRequest,
     parse_request,
 )
+from jaxserve.serve.request_log import RequestLog, record_of
 from jaxserve.serve.responses import Answer, ChatAnswer, CompletionAnswer, error_body
 from jaxserve.serve.text import Text
 
@@ -46,7 +49,9 @@ _BODIES: Mapping[str, type[BaseModel]] = {
 class AppParts:
     """What the routes stand on. ``served_names[0]`` is the name given where none was asked.
 
-    ``boot_info`` is added to /health. ``max_body_bytes`` bounds a request's body.
+    ``boot_info`` is added to /health. ``max_body_bytes`` bounds a request's body. Web pages of
+    ``allowed_origins`` may call ("*": of all). ``admin`` actions become routes of their own.
+    ``log`` gets a line a request, with ``log_probes`` also of probes.
     """
 
     engine: EngineClient
@@ -58,6 +63,10 @@ class AppParts:
     boot_info: Callable[[], Mapping[str, Any]] = dict
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 2**20
+    allowed_origins: tuple[str, ...] = ()
+    admin: tuple[AdminAction, ...] = ()
+    log: Log = no_log
+    log_probes: bool = False
     wall_clock: Callable[[], float] = time.time
 
 
@@ -71,27 +80,76 @@ def create_app(parts: AppParts) -> ASGIApp:
         redirect_slashes=False,
     )
     routes = _Routes(parts)
-    app.get("/v1/models")(routes.models)
-    app.get("/v1/models/{model:path}")(routes.model)  # a hub id holds a slash
-    app.get("/health")(routes.health)
-    app.get("/ready")(routes.ready)
-    app.get("/metrics", response_class=Response)(routes.metrics)
-    app.get("/version")(routes.version)
-    for path, endpoint in (
-        ("/v1/completions", routes.completions),
-        ("/v1/chat/completions", routes.chat_completions),
-        ("/tokenize", routes.tokenize),
-        ("/detokenize", routes.detokenize),
-    ):
-        app.post(path, openapi_extra=_body_schema(_BODIES[path]))(endpoint)
-    app.openapi = functools.partial(_openapi, app)
+    _add_routes(app, routes)
+    for action in parts.admin:
+        app.post(
+            f"/{action.name}",
+            summary=action.summary,
+            operation_id=action.name,
+            responses=openapi.answers({"type": "object"}) | openapi.errors(400, 401, 403, 413, 503),
+            openapi_extra=openapi.body(action.arguments, required=False),
+        )(routes.admin(action))
+    app.openapi = functools.cache(
+        functools.partial(openapi.document, app, _BODIES, bool(parts.api_keys))
+    )
     app.add_exception_handler(RequestRefused, _on_refusal)
     app.add_exception_handler(EngineError, _on_refusal)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_fault)
-    guarded = http.ApiKeys(app, parts.api_keys) if parts.api_keys else app
-    return http.EchoRequestId(guarded)
+    guarded: ASGIApp = http.ApiKeys(app, parts.api_keys) if parts.api_keys else app
+    if parts.allowed_origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=parts.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    return RequestLog(
+        http.UnreadBodies(guarded, drain_bytes=4 * parts.max_body_bytes),
+        parts.log,
+        log_probes=parts.log_probes,
+    )
+
+
+def _add_routes(app: FastAPI, routes: _Routes) -> None:
+    errors = openapi.errors
+    status = {"description": "Its state.", "content": {"application/json": {"schema": {}}}}
+    app.get("/", response_class=HTMLResponse)(routes.page)
+    app.get("/health", responses={200: status, 503: status})(routes.health)
+    app.get("/ready", responses={200: status, 503: status})(routes.ready)
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    app.get("/metrics", response_class=Response, responses={200: {"content": text}})(routes.metrics)
+    app.get("/version", responses=openapi.answers(openapi.record(version=openapi.STRING)))(
+        routes.version
+    )
+    cards = openapi.record(object={"const": "list"}, data={"type": "array", "items": openapi.MODEL})
+    app.get("/v1/models", responses=openapi.answers(cards) | errors(401))(routes.models)
+    app.get(  # a hub id holds a slash
+        "/v1/models/{model:path}", responses=openapi.answers(openapi.MODEL) | errors(401, 404)
+    )(routes.model)
+    tokens = openapi.record(
+        count=openapi.INTEGER,
+        max_model_len=openapi.INTEGER,
+        tokens={"type": "array", "items": openapi.INTEGER},
+    )
+    generation = (400, 401, 404, 413, 429, 500, 503, 504)
+    for path, endpoint, schema, refused in (
+        ("/v1/completions", routes.completions, openapi.COMPLETION, generation),
+        ("/v1/chat/completions", routes.chat_completions, openapi.CHAT_COMPLETION, generation),
+        ("/tokenize", routes.tokenize, tokens, (400, 401, 404, 413)),
+        (
+            "/detokenize",
+            routes.detokenize,
+            openapi.record(prompt=openapi.STRING),
+            (400, 401, 404, 413),
+        ),
+    ):
+        answer = openapi.answers(schema, streams=refused is generation)
+        app.post(
+            path, responses=answer | errors(*refused), openapi_extra=openapi.body(_BODIES[path])
+        )(endpoint)
 
 
 class _Routes:
@@ -117,7 +175,7 @@ class _Routes:
         def encode() -> list[list[int]]:
             return [self._parts.text.encode(p) if isinstance(p, str) else p for p in prompts]
 
-        answer = CompletionAnswer(*self._envelope("cmpl", call.model), call.include_usage)
+        answer = CompletionAnswer(*self._envelope("cmpl", request, call.model), call.include_usage)
         token_ids = await asyncio.to_thread(encode)
         return await self._answer(request, call, answer, token_ids, params, arrived)
 
@@ -127,7 +185,7 @@ class _Routes:
         call = await self._parse(request, ChatRequest)
         params = call.sampling_params()
         token_ids = await asyncio.to_thread(self._encode_chat, call)
-        answer = ChatAnswer(*self._envelope("chatcmpl", call.model), call.include_usage)
+        answer = ChatAnswer(*self._envelope("chatcmpl", request, call.model), call.include_usage)
         try:
             return await self._answer(request, call, answer, [token_ids], params, arrived)
         except InvalidRequest as refusal:
@@ -170,6 +228,19 @@ class _Routes:
 
         return JSONResponse({"prompt": await asyncio.to_thread(decode)})
 
+    async def page(self) -> Response:
+        """A page to chat with the model and to watch the engine."""
+        return page_response()
+
+    def admin(self, action: AdminAction) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint of an admin action."""
+
+        async def endpoint(request: Request) -> Response:
+            guarded = bool(self._parts.api_keys)
+            return JSONResponse(await action.answer(request, guarded=guarded))
+
+        return endpoint
+
     async def models(self) -> Response:
         """The names this server answers to."""
         cards = [self._card(name) for name in self._parts.served_names]
@@ -185,15 +256,18 @@ class _Routes:
         engine = self._parts.engine
         status = {
             "status": "alive" if engine.alive else "dead",
+            "paused": engine.paused,
             "seconds_since_tick": round(engine.seconds_since_tick, 3),
         }
         return JSONResponse({**self._parts.boot_info(), **status}, 200 if engine.alive else 503)
 
     async def ready(self) -> Response:
         """200 while requests are taken, 503 otherwise."""
-        if self._parts.engine.accepting:
+        engine = self._parts.engine
+        if engine.accepting and not engine.paused:
             return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "stopping" if self._parts.engine.alive else "dead"}, 503)
+        status = "dead" if not engine.alive else "stopping" if not engine.accepting else "paused"
+        return JSONResponse({"status": status}, 503)
 
     async def metrics(self) -> Response:
         """Prometheus text."""
@@ -208,6 +282,7 @@ class _Routes:
         call = parse_request(kind, body)
         if call.model is not None:
             self._check_served(call.model)
+        record_of(request.scope).model = call.model or self._parts.served_names[0]
         return call
 
     def _check_served(self, model: str) -> None:
@@ -234,10 +309,11 @@ class _Routes:
             add_generation_prompt=call.add_generation_prompt,
         )
 
-    def _envelope(self, kind: str, model: str | None) -> tuple[str, int, str]:
+    def _envelope(self, kind: str, request: Request, model: str | None) -> tuple[str, int, str]:
         """Id, time of creation and model name of an answer."""
         created = int(self._parts.wall_clock())
-        return f"{kind}-{uuid.uuid4().hex}", created, model or self._parts.served_names[0]
+        request_id = record_of(request.scope).request_id
+        return f"{kind}-{request_id}", created, model or self._parts.served_names[0]
 
     async def _answer(
         self,
@@ -250,10 +326,11 @@ class _Routes:
     ) -> Response:
         """Runs a call: what the engine refuses is raised before a stream starts."""
         parts = self._parts
+        record_of(request.scope).stream = asked.stream
         call = Call(
             engine=parts.engine,
             text=parts.text,
-            metrics=parts.metrics,
+            metrics=parts.metrics.call(record_of(request.scope)),
             answer=answer,
             prompts=prompts,
             params=params,
@@ -267,25 +344,6 @@ class _Routes:
             call.close()
             raise
         return http.EventStream(call.events(asked.include_usage), call.close)
-
-
-def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI entry of a body that the route reads itself."""
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, with the records that the bodies refer to."""
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    records: dict[str, Any] = {}
-    for kind in _BODIES.values():
-        records |= kind.model_json_schema(ref_template="#/components/schemas/{model}").get(
-            "$defs", {}
-        )
-    document.setdefault("components", {}).setdefault("schemas", {}).update(records)
-    return document
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
@@ -304,6 +362,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
     """Nobody reads it; the status is what access logs conventionally show."""
+    record_of(request.scope).client_gone = True
     return Response(status_code=499)
 
 

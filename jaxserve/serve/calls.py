@@ -13,7 +13,7 @@ from jaxserve.config import SamplingParams
 from jaxserve.errors import EngineError, RequestRefused
 from jaxserve.serve.generation import EngineClient, TextDelta, merged, text_deltas
 from jaxserve.serve.http import refusal_body
-from jaxserve.serve.metrics import Metrics
+from jaxserve.serve.metrics import CallMetrics
 from jaxserve.serve.responses import DONE, Answer, Choice, event, usage
 from jaxserve.serve.streams import RequestStream
 from jaxserve.serve.text import Text
@@ -29,7 +29,7 @@ class Call:
 
     engine: EngineClient
     text: Text
-    metrics: Metrics
+    metrics: CallMetrics
     answer: Answer
     prompts: Sequence[Sequence[int]]
     params: SamplingParams

@@ -37,6 +37,8 @@ class EngineClient(Protocol):
     @property
     def accepting(self) -> bool: ...
     @property
+    def paused(self) -> bool: ...
+    @property
     def seconds_since_tick(self) -> float: ...
     def stats(self) -> EngineStats: ...
 
@@ -63,6 +65,7 @@ async def text_deltas(
     try:
         async with stream:
             async for update in stream:
+                metrics.update(update)
                 num_prompt = update.num_prompt_tokens
                 num_output = update.num_output_tokens - len(update.new_token_ids)
                 pieces: list[str] = []

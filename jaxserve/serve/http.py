@@ -1,4 +1,4 @@
-"""HTTP below the routes: bodies, disconnects, server-sent events, keys and request ids."""
+"""HTTP below the routes: bodies, disconnects, server-sent events and keys."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.errors import EngineError, RequestRefused
+from jaxserve.errors import EngineError, RequestRefused, RequestTimeout
+from jaxserve.serve.request_log import record_of
 from jaxserve.serve.responses import error_body
 
 T = TypeVar("T")
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
-_MAX_REQUEST_ID_CHARS = 256
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 
 
 class BodyTooLarge(RequestRefused):
@@ -29,11 +29,20 @@ class BodyTooLarge(RequestRefused):
     status = 413
 
 
+class Forbidden(RequestRefused):
+    """403."""
+
+    status = 403
+    type = "permission_error"
+
+
 def refusal_response(error: RequestRefused | EngineError) -> JSONResponse:
     """The error as OpenAI writes it; an engine's fault is a 500 that keeps its details to us."""
     if isinstance(error, EngineError):
         return JSONResponse(refusal_body(error), 500)
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    if isinstance(error, RequestTimeout):
+        headers["x-should-retry"] = "false"  # OpenAI's clients would take the same time again
     return JSONResponse(refusal_body(error), error.status, headers)
 
 
@@ -102,8 +111,9 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:
-            with contextlib.suppress(ClientDisconnect):
-                await until_disconnect(receive, pump())
+            await until_disconnect(receive, pump())
+        except ClientDisconnect:
+            record_of(scope).client_gone = True
         finally:
             self._close()  # a generator that was never started closes nothing by itself
 
@@ -136,21 +146,55 @@ class ApiKeys:
         return scheme.lower() == "bearer" and any(found)
 
 
-class EchoRequestId:
-    """Gives an answer the X-Request-Id its request came with."""
+class UnreadBodies:
+    """Sees to what is left of a body when an answer is sent without it.
 
-    def __init__(self, app: ASGIApp) -> None:
+    A client that is still sending may read its answer only afterwards, and closing at once would
+    reset its connection: ``drain_bytes`` more are read and dropped, for at most ``drain_s``. After
+    a body that may hold more, or has no announced end, the connection is closed.
+    """
+
+    def __init__(self, app: ASGIApp, *, drain_bytes: int, drain_s: float = 5.0) -> None:
         self._app = app
+        self._drain_bytes = drain_bytes
+        self._drain_s = drain_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = Headers(scope=scope).get("x-request-id") if scope["type"] == "http" else None
-        if request_id is None or len(request_id) > _MAX_REQUEST_ID_CHARS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "")
+        ended = length in ("", "0") and "transfer-encoding" not in headers
 
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
+        async def receive_until_end() -> Message:
+            nonlocal ended
+            message = await receive()
+            ended = ended or not message.get("more_body", False)  # also of a disconnect
+            return message
 
-        await self._app(scope, receive, send_with_id)
+        async def send_and_drain(message: Message) -> None:
+            if ended:
+                await send(message)
+            elif message["type"] == "http.response.start":
+                if not length.isdecimal() or int(length[:20]) > self._drain_bytes:
+                    MutableHeaders(scope=message)["connection"] = "close"
+                await send(message)
+            elif message.get("more_body", False):
+                await send(message)
+            else:
+                await send({**message, "more_body": True})
+                await self._drain(receive)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self._app(scope, receive_until_end, send_and_drain)
+
+    async def _drain(self, receive: Receive) -> None:
+        dropped = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_s):
+                while dropped <= self._drain_bytes:
+                    message = await receive()
+                    dropped += len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return

@@ -8,9 +8,10 @@ import errno
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.responses import JSONResponse
@@ -18,6 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.errors import BootError, NotReady
 from jaxserve.serve.http import refusal_response
+from jaxserve.serve.logs import Log, no_log
+from jaxserve.serve.page import page_response
+from jaxserve.serve.request_log import RequestLog
 
 _FLUSH_S = 5.0  # for answers to reach their clients after the engine has ended
 _ABORT_S = 10.0  # for the step in flight to end when requests are aborted
@@ -39,26 +43,50 @@ class Serving:
     engine: Stoppable
 
 
+OnPhase = Callable[[str], None]
+OnProgress = Callable[[str, int, int], None]
+OnDeath = Callable[[BaseException], None]
+
 # Builds the engine and the app, slowly, in a thread of its own. Told where to report its phases and
-# whom to tell when the engine ends by itself.
-BuildApp = Callable[[Callable[[str], None], Callable[[BaseException], None]], Serving]
+# ``(what, done, total)``, and whom to tell when the engine ends by itself.
+BuildApp = Callable[[OnPhase, OnProgress, OnDeath], Serving]
 
 
 class Front:
-    """The app behind the port: says that it is starting until the real one takes over."""
+    """The app behind the port: says that it is starting until the real one takes over.
 
-    def __init__(self) -> None:
+    /ready tells the phase of the boot, its seconds so far, and how much of what is done
+    (executables, or bytes of weights).
+    """
+
+    def __init__(self, log: Log, clock: Callable[[], float] = time.monotonic) -> None:
         self.phase = "starting"
+        self.progress: dict[str, Any] | None = None
         self.app: ASGIApp | None = None
+        self._clock = clock
+        self._started_at = clock()
+        self._early = RequestLog(self._starting, log)
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """How far the boot is. May be called from several threads, one at a time."""
+        self.progress = {"what": what, "done": done, "total": total}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self.app or self._starting)(scope, receive, send)
+        await (self.app or self._early)(scope, receive, send)
 
     async def _starting(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = {
+            "status": "starting",
+            "phase": self.phase,
+            "progress": self.progress,
+            "seconds": round(self._clock() - self._started_at, 1),
+        }
         if scope["path"] == "/health":
-            response = JSONResponse({"status": "starting", "phase": self.phase})
+            response = JSONResponse(status)
         elif scope["path"] == "/ready":
-            response = JSONResponse({"status": "starting", "phase": self.phase}, 503)
+            response = JSONResponse(status, 503)
+        elif scope["path"] == "/":
+            response = page_response()
         else:
             response = refusal_response(NotReady(f"the server is starting: {self.phase}"))
         await response(scope, receive, send)
@@ -104,20 +132,21 @@ async def run_server(
     grace_s: float,
     log_level: str,
     on_ready: Callable[[], None],
-    on_phase: Callable[[str], None],
+    on_phase: OnPhase,
+    log: Log = no_log,
 ) -> int:
     """Serves until SIGTERM, SIGINT or the engine's end; returns the process's exit code.
 
     The first signal refuses new requests and gives running ones ``grace_s``, the second aborts
     them. ``on_phase`` is told each step of the boot, and of a stop as soon as it is asked for.
-    Raises what ``build`` raises. The build thread and a wedged engine thread may still run when it
-    returns: they are daemons, and cannot be interrupted.
+    ``log`` gets a line a request. Raises what ``build`` raises. The build thread and a wedged
+    engine thread may still run when it returns: they are daemons, and cannot be interrupted.
     """
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[None] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, None)
-    front = Front()
+    front = Front(log)
     server = _Server(
         uvicorn.Config(
             front,
@@ -136,7 +165,7 @@ async def run_server(
         on_phase(text)
 
     died: asyncio.Future[BaseException] = loop.create_future()
-    built = _build_in_thread(loop, build, phase, _setter(loop, died))
+    built = _build_in_thread(loop, build, phase, front.report, _setter(loop, died))
     signalled = asyncio.create_task(signals.get())
     http = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -163,14 +192,15 @@ async def run_server(
 def _build_in_thread(
     loop: asyncio.AbstractEventLoop,
     build: BuildApp,
-    phase: Callable[[str], None],
-    on_death: Callable[[BaseException], None],
+    phase: OnPhase,
+    progress: OnProgress,
+    on_death: OnDeath,
 ) -> asyncio.Future[Serving]:
     built: asyncio.Future[Serving] = loop.create_future()
 
     def work() -> None:
         try:
-            result = build(phase, on_death)
+            result = build(phase, progress, on_death)
         except BaseException as error:
             _post(loop, lambda error=error: built.cancelled() or built.set_exception(error))
         else:
@@ -180,9 +210,7 @@ def _build_in_thread(
     return built
 
 
-def _setter(
-    loop: asyncio.AbstractEventLoop, future: asyncio.Future[BaseException]
-) -> Callable[[BaseException], None]:
+def _setter(loop: asyncio.AbstractEventLoop, future: asyncio.Future[BaseException]) -> OnDeath:
     return lambda error: _post(loop, lambda: future.done() or future.set_result(error))
 
 

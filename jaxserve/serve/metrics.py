@@ -15,6 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from jaxserve.sched.outputs import EngineStats, ExecutableStats, RequestUpdate
+from jaxserve.serve.request_log import CallRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -57,12 +58,23 @@ class _EngineCollector(Collector):
             ("num_requests_running", "Requests in decode rows or prefill.", stats.num_running),
             ("num_requests_waiting", "Requests in the queue.", stats.num_waiting),
             ("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.", stats.kv_cache_usage),
+            ("weight_version", "How often the weights were replaced.", stats.weight_version),
             ("executables_planned", "Executables the boot planned.", compiled.planned),
             ("executables_ready", "Planned executables that have run.", compiled.ready),
         )
         counters = (
             ("num_preemptions", "Requests sent back to the queue.", stats.num_preemptions),
-            ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_cache_queries,
+            ),
+            (
+                "prefix_cache_hits",
+                "Prompt tokens found in the prefix cache.",
+                stats.prefix_cache_hits,
+            ),
+            ("prompt_tokens", "Prompt tokens of requests prefilled.", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens),
             ("padded_rows", "Decode rows computed for no request.", stats.padded_rows),
             (
@@ -155,7 +167,8 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
-        self.ended = {r: success.labels(model_name, r) for r in ("stop", "length", "abort")}
+        reasons = ("stop", "length", "abort", "error")
+        self.ended = {reason: success.labels(model_name, reason) for reason in reasons}
 
     def observe_step(self, stats: EngineStats, ended: Sequence[RequestUpdate]) -> None:
         """Takes the engine's totals and what ended with one step. Called on the engine thread."""
@@ -170,35 +183,65 @@ class Metrics:
                 self._prefill_s.observe(update.timings.prefill_s)
                 self._decode_s.observe(update.timings.decode_s)
 
-    def request(self, arrived: float) -> RequestMetrics:
-        """A recorder for a request that arrived at ``arrived`` of ``clock``."""
-        return RequestMetrics(self, arrived)
+    def call(self, record: CallRecord) -> CallMetrics:
+        """A recorder for the requests of one HTTP call, which also fills in ``record``."""
+        return CallMetrics(self, record)
 
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self._registry)
 
 
+class CallMetrics:
+    """One HTTP call: its requests count in the metrics and in the call's log line."""
+
+    def __init__(self, metrics: Metrics, record: CallRecord) -> None:
+        self._metrics = metrics
+        self._record = record
+
+    def request(self, arrived: float) -> RequestMetrics:
+        """A recorder for a request that arrived at ``arrived`` of the metrics' clock."""
+        return RequestMetrics(self._metrics, self._record, arrived)
+
+
 class RequestMetrics:
     """One request, as its client sees it."""
 
-    def __init__(self, metrics: Metrics, arrived: float) -> None:
+    def __init__(self, metrics: Metrics, record: CallRecord, arrived: float) -> None:
         self._metrics = metrics
+        self._record = record
         self._arrived = arrived
+        self._first_token: float | None = None
         self._last_token: float | None = None
+        self._num_cached_tokens = 0
+
+    def update(self, update: RequestUpdate) -> None:
+        """The engine reported on the request; call it before ``token`` and ``end``."""
+        self._num_cached_tokens = max(self._num_cached_tokens, update.num_cached_tokens)
+        if update.timings is not None:
+            self._record.time(update.timings)
 
     def token(self) -> None:
         """A token reached the server."""
         now = self._metrics.clock()
         if self._last_token is None:
+            self._first_token = now
             self._metrics.first_token_s.observe(now - self._arrived)
         else:
             self._metrics.inter_token_s.observe(now - self._last_token)
         self._last_token = now
 
     def end(self, reason: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """The request is over: ``reason`` is stop, length or abort."""
+        """The request is over: ``reason`` is stop, length, abort or error."""
         self._metrics.ended[reason].inc()
         self._metrics.e2e_s.observe(self._metrics.clock() - self._arrived)
         self._metrics.prompt_tokens.observe(num_prompt_tokens)
         self._metrics.generation_tokens.observe(num_output_tokens)
+        record = self._record
+        record.count(
+            prompt=num_prompt_tokens, cached=self._num_cached_tokens, output=num_output_tokens
+        )
+        record.finish_reasons.append(reason)
+        if self._first_token is not None and self._last_token is not None:
+            record.ttft_s = max(record.ttft_s or 0.0, self._first_token - self._arrived)
+            record.decode_s = max(record.decode_s or 0.0, self._last_token - self._first_token)

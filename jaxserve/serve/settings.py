@@ -9,8 +9,9 @@ from typing import Literal
 
 from jaxserve.config import BootConfig, EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.serve.logs import LogFormat
 
-LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,9 @@ class ServerSettings:
     """The HTTP side. ``chat_template`` is a template's text and replaces the checkpoint's.
 
     ``served_model_names`` empty: the checkpoint's name. ``max_queued_requests`` may wait beside
-    ``max_num_seqs`` that run. ``shutdown_grace_s`` is what running requests get to finish.
+    ``max_num_seqs`` that run. ``request_timeout_s`` is what a request may take, queued and running,
+    ``shutdown_grace_s`` what running requests get to finish. ``allowed_origins`` are those of web
+    pages that may call ("*": any).
     """
 
     host: str = "127.0.0.1"
@@ -36,8 +39,13 @@ class ServerSettings:
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
     max_queued_requests: int = 1024
+    request_timeout_s: float | None = None
     shutdown_grace_s: float = 30.0
+    allowed_origins: tuple[str, ...] = ()
+    enable_admin: bool = False
+    enable_prompt_tokens_details: bool = False
     metrics_prefix: str = "jaxserve"
+    log_format: LogFormat = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
@@ -50,6 +58,10 @@ class ServerSettings:
         if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
             raise ConfigError(
                 f"--metrics-prefix {self.metrics_prefix!r}: letters, digits and _, e.g. vllm"
+            )
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise ConfigError(
+                f"--request-timeout {self.request_timeout_s}: seconds, more than 0, e.g. 600"
             )
         if not 0 <= self.shutdown_grace_s < float("inf"):
             raise ConfigError(

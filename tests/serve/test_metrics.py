@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.sched.outputs import EngineStats, ExecutableStats, RequestTimings, RequestUpdate
 from jaxserve.serve.metrics import Metrics
+from jaxserve.serve.request_log import CallRecord
 
 
 def samples(metrics: Metrics) -> dict[tuple, float]:
@@ -45,9 +48,40 @@ def test_the_names_are_those_boards_look_for_under_any_prefix():
             assert sample.labels["model_name"] == "tiny"
 
 
+def test_every_metric_says_what_it_is_and_keeps_its_labels_few():
+    """What `promtool check metrics` asks for; the names outside its rules are vLLM's."""
+    metrics = Metrics("tiny", max_model_len=2048)
+    metrics.observe_step(
+        EngineStats(decode_replays={2**i: 1 for i in range(9)}, decode_step_seconds={8: (1, 0.1)}),
+        [],
+    )
+    text = metrics.render().decode()
+    families = list(text_string_to_metric_families(text))
+    lines = text.splitlines()
+    assert len({family.name for family in families}) == len(families) > 25
+    for family in families:
+        assert family.documentation.endswith(".")
+        assert family.type in {"counter", "gauge", "histogram", "summary"}
+        help_at = next(
+            i for i, line in enumerate(lines) if line.startswith(f"# HELP {family.name}")
+        )
+        assert lines[help_at + 1].startswith(f"# TYPE {family.name}")
+        name = family.name.removeprefix("jaxserve:").removesuffix("_created")
+        assert re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name)
+        assert not re.search("milli|micro|minutes|_ms$|_(counter|gauge|histogram)$", name)
+        if family.type != "counter" and name != "iteration_tokens_total":
+            assert not name.endswith("_total")
+        if re.search("time|latency", name):
+            assert name.endswith("_seconds")
+        allowed = {"model_name", "le", "finished_reason", "rows"}
+        assert {label for sample in family.samples for label in sample.labels} <= allowed
+        rows = {sample.labels.get("rows") for sample in family.samples}
+        assert len(rows) <= 9  # one a row bucket
+
+
 def test_two_servers_in_a_process_do_not_share_counts():
     one, other = (Metrics("tiny", max_model_len=100) for _ in range(2))
-    one.request(0.0).end("stop", 1, 1)
+    one.call(CallRecord("a")).request(0.0).end("stop", 1, 1)
     name = ("jaxserve:request_success_total", "stop")
     assert (samples(one)[name], samples(other)[name]) == (1.0, 0.0)
 
@@ -55,12 +89,15 @@ def test_two_servers_in_a_process_do_not_share_counts():
 def test_a_requests_latencies_are_those_of_the_clock():
     now = [10.0]
     metrics = Metrics("tiny", max_model_len=100, clock=lambda: now[0])
-    request = metrics.request(10.0)
+    record = CallRecord("a")
+    request = metrics.call(record).request(10.0)
     for at in (10.5, 10.6, 10.8):
         now[0] = at
         request.token()
     now[0] = 11.0
     request.end("length", 7, 3)
+    assert (record.prompt_tokens, record.output_tokens, record.finish_reasons) == (7, 3, ["length"])
+    assert (record.ttft_s, round(record.decode_s or 0, 9)) == (0.5, 0.3)
     seen = samples(metrics)
     assert seen["jaxserve:time_to_first_token_seconds_sum",] == 0.5
     assert seen["jaxserve:inter_token_latency_seconds_count",] == 2
@@ -87,6 +124,9 @@ def test_the_engines_totals_are_what_is_scraped():
             generation_tokens=10,
             scheduled_tokens=scheduled,
             padded_rows=6,
+            prefix_cache_queries=90,
+            prefix_cache_hits=48,
+            weight_version=3,
             decode_replays={2: 5, 8: 1},
             decode_step_seconds={2: (4, 0.5)},
         )
@@ -99,6 +139,9 @@ def test_the_engines_totals_are_what_is_scraped():
     assert seen["jaxserve:prompt_tokens_total",] == 90
     assert seen["jaxserve:generation_tokens_total",] == 10
     assert seen["jaxserve:padded_rows_total",] == 6
+    assert seen["jaxserve:prefix_cache_queries_total",] == 90
+    assert seen["jaxserve:prefix_cache_hits_total",] == 48
+    assert seen["jaxserve:weight_version",] == 3
     assert seen["jaxserve:executable_replays_total", "2"] == 5
     assert seen["jaxserve:decode_step_seconds_count", "2"] == 4
     assert seen["jaxserve:decode_step_seconds_sum", "2"] == 0.5

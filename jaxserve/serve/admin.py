@@ -1,0 +1,112 @@
+"""Routes for the operator alone: what they do is handed in, who may ask is decided here."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.serve.async_engine import AsyncEngine
+from jaxserve.serve.http import Forbidden, read_body
+from jaxserve.serve.inbox import PauseMode
+
+_MAX_BODY_BYTES = 64 * 2**10
+
+
+class NoArguments(BaseModel):
+    """An action that takes none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PauseArguments(NoArguments):
+    """What becomes of running requests: ended, waited for, or frozen until the resume."""
+
+    mode: PauseMode = "abort"
+
+
+@dataclass(frozen=True)
+class AdminAction:
+    """POST /NAME. ``run`` turns the ``arguments``, from query and JSON body, into the answer."""
+
+    name: str
+    summary: str
+    run: Callable[[Any], Awaitable[Mapping[str, Any]]]
+    arguments: type[BaseModel] = NoArguments
+
+    async def answer(self, request: Request, *, guarded: bool) -> Mapping[str, Any]:
+        """Raises Forbidden and InvalidRequest. ``guarded``: the request has shown an api key."""
+        if not guarded:
+            check_local(request)
+        return await self.run(self._parse(request, await read_body(request, _MAX_BODY_BYTES)))
+
+    def _parse(self, request: Request, body: bytes) -> BaseModel:
+        try:
+            fields = json.loads(body) if body else {}
+        except ValueError as error:
+            raise InvalidRequest(f"the body is not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise InvalidRequest("the body must be a JSON object")
+        try:
+            return self.arguments.model_validate(fields | dict(request.query_params))
+        except ValidationError as error:
+            fault = error.errors(include_url=False, include_input=False)[0]
+            name = ".".join(map(str, fault["loc"]))[:100]
+            raise InvalidRequest(f"{name}: {fault['msg']}", name) from None
+
+
+def check_local(request: Request) -> None:
+    """Raises Forbidden unless a program of this machine asks.
+
+    A web page open on this machine comes from the loopback address too; browsers say so.
+    """
+    try:
+        address = ipaddress.ip_address(request.client.host if request.client else "")
+    except ValueError:
+        raise Forbidden("admin routes are for local clients, or for who has an api key") from None
+    mapped = getattr(address, "ipv4_mapped", None)
+    if not (mapped or address).is_loopback:
+        raise Forbidden(
+            f"admin routes without --api-key are for clients of this machine, not {address}"
+        )
+    if "origin" in request.headers:
+        raise Forbidden("admin routes without --api-key are not for web pages")
+
+
+def engine_actions(
+    engine: AsyncEngine, *, start_profile: Callable[[], str], stop_profile: Callable[[], str]
+) -> tuple[AdminAction, ...]:
+    """What every engine can be told. The profile callables return the directory written to."""
+
+    async def reset_prefix_cache(arguments: NoArguments) -> Mapping[str, Any]:
+        await engine.call(lambda inner: inner.reset_prefix_cache())
+        return {"status": "reset"}
+
+    async def pause(arguments: PauseArguments) -> Mapping[str, Any]:
+        await engine.pause(arguments.mode)
+        return {"status": "paused"}
+
+    async def resume(arguments: NoArguments) -> Mapping[str, Any]:
+        await engine.resume()
+        return {"status": "resumed"}
+
+    async def start(arguments: NoArguments) -> Mapping[str, Any]:
+        return {"status": "profiling", "directory": await asyncio.to_thread(start_profile)}
+
+    async def stop(arguments: NoArguments) -> Mapping[str, Any]:
+        return {"status": "stopped", "directory": await asyncio.to_thread(stop_profile)}
+
+    return (
+        AdminAction("reset_prefix_cache", "Forget every cached prefix.", reset_prefix_cache),
+        AdminAction("pause", "Run nothing until /resume.", pause, PauseArguments),
+        AdminAction("resume", "Go on after /pause.", resume),
+        AdminAction("start_profile", "Record a profile of this process.", start),
+        AdminAction("stop_profile", "End the profile and write it.", stop),
+    )
