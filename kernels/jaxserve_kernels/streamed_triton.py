@@ -27,13 +27,17 @@ _FLOOR = float(jnp.finfo(jnp.float32).min)
 
 
 class _Options(NamedTuple):
-    """What is fixed when a kernel is made; ``compute`` is the dtype of what is multiplied."""
+    """What is fixed when a kernel is made; ``compute`` is the dtype of what is multiplied.
+
+    Values of a float8 pool are multiplied as if they were ``float8_unit`` times smaller.
+    """
 
     scale: float
     window: int | None
     soft_cap: float | None
     plan: DecodePlan
     compute: Any
+    float8_unit: int
 
 
 class _Sums(NamedTuple):
@@ -80,6 +84,16 @@ def _span(length: jax.Array, options: _Options) -> _Span:
     return _Span(first, length, start, end, per_split)
 
 
+def _widened(x: jax.Array, options: _Options) -> jax.Array:
+    """Values of a pool as the products take them: times ``options.float8_unit`` for float8."""
+    if x.dtype != jnp.float8_e4m3fn or options.float8_unit == 1:
+        return x.astype(options.compute)
+    # A float16 of the same bits, exponent at the low end: 2**8 too small, exactly.
+    bits = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
+    bits = (bits & -(2**15)) | ((bits & 0x7F) << 7)
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(options.compute)
+
+
 def _fold_tile(
     index: jax.Array,
     sums: _Sums,
@@ -106,8 +120,9 @@ def _fold_tile(
     at = (block[:, None], head, offset[:, None], lane[None])
     # What is not seen is not read: whatever memory holds there, NaN included, becomes zero.
     mask = seen[:, None] & (lane < H)[None]
-    k_WH = plt.load(k_ref.at[at], mask=mask, other=0).astype(options.compute)
-    v_WH = plt.load(v_ref.at[at], mask=mask, other=0).astype(options.compute)
+    zero = jnp.zeros((), k_ref.dtype)
+    k_WH = _widened(plt.load(k_ref.at[at], mask=mask, other=zero), options)
+    v_WH = _widened(plt.load(v_ref.at[at], mask=mask, other=zero), options)
 
     dot = partial(plt.dot, precision=lax.Precision.HIGHEST)
     scores = dot(q_GH, k_WH, trans_b=True) * factor
@@ -125,15 +140,26 @@ def _fold_tile(
     )
 
 
-def _divided(sums: _Sums, sink: Any, v_scale: jax.Array | float) -> jax.Array:
-    """[..., H]; zeros where no key was seen. ``sink`` is in bits, like the peaks."""
-    keep, total = 1.0, sums.total_G
-    if sink is not None:
-        peak = jnp.maximum(sums.peak_G, sink)
-        keep = jnp.exp2(sums.peak_G - peak)
-        total = keep * total + jnp.exp2(sink - peak)
-    factor = keep * v_scale / jnp.where(total == 0.0, 1.0, total)
-    return sums.values_GH * factor[..., None]
+def _divided(
+    sums: _Sums,
+    extras: Any,
+    head: jax.Array,
+    query_heads: jax.Array,
+    mask: jax.Array | None,
+    options: _Options,
+) -> jax.Array:
+    """The result of ``query_heads``, [..., H]: zeros where no key was seen."""
+    keep, total = float(options.float8_unit), sums.total_G
+    if extras.sinks_N is not None:
+        sink_G = plt.load(extras.sinks_N.at[query_heads], mask=mask) * _LOG2_E
+        peak_G = jnp.maximum(sums.peak_G, sink_G)
+        keep = jnp.exp2(sums.peak_G - peak_G)
+        total = keep * total + jnp.exp2(sink_G - peak_G)
+        keep *= options.float8_unit
+    if extras.v_scale_K is not None:
+        keep *= plt.load(extras.v_scale_K.at[head])
+    factor_G = keep / jnp.where(total == 0.0, 1.0, total)
+    return sums.values_GH * factor_G[..., None]
 
 
 def _decode_kernel(
@@ -159,10 +185,17 @@ def _decode_kernel(
     heads, lane = lax.iota(jnp.int32, plan.group), _lanes(H)
     mask_G, mask_GH = heads < G, (heads < G)[:, None] & (lane < H)[None]
     at_q = (row, (head * G + heads)[:, None], lane[None])
-    q_GH = plt.load(q_ref.at[at_q], mask=mask_GH, other=0.0).astype(options.compute)
+    q_GH = plt.load(q_ref.at[at_q], mask=mask_GH, other=0.0)
     factor = options.scale * (_LOG2_E if options.soft_cap is None else 1 / options.soft_cap)
+    factor *= options.float8_unit
     if extras.k_scale_K is not None:
-        factor = plt.load(extras.k_scale_K.at[head]) * factor
+        factor *= plt.load(extras.k_scale_K.at[head])
+    if (q_GH.dtype, options.compute) == (jnp.bfloat16, jnp.float16):  # into float16's range
+        q_GH = q_GH.astype(jnp.float32)
+        size_G = jnp.max(jnp.abs(q_GH), axis=1)
+        size_G = jnp.where(size_G == 0.0, 1.0, size_G)
+        q_GH, factor = q_GH / size_G[:, None], factor * size_G[:, None]
+    q_GH = q_GH.astype(options.compute)
 
     def sums_of(split: jax.Array) -> _Sums:
         start = span.start + split * span.per_split
@@ -189,12 +222,8 @@ def _decode_kernel(
         )
 
     if plan.splits == 1:
-        sink = v_scale = None
-        if extras.sinks_N is not None:
-            sink = plt.load(extras.sinks_N.at[head * G + heads], mask=mask_G, other=0.0) * _LOG2_E
-        if extras.v_scale_K is not None:
-            v_scale = plt.load(extras.v_scale_K.at[head])
-        result = _divided(sums_of(jnp.int32(0)), sink, 1.0 if v_scale is None else v_scale)
+        sums = sums_of(jnp.int32(0))
+        result = _divided(sums, extras, head, head * G + heads, mask_G, options)
         plt.store(out[0].at[at_q], result.astype(out[0].dtype), mask=mask_GH)
         return
     peak_ref, total_ref, values_ref = out
@@ -231,26 +260,42 @@ def _merge_kernel(
     peak = jnp.max(peak_S)
     keep_S = jnp.where(mask_S, jnp.exp2(peak_S - peak), 0.0)
     merged = _Sums(peak, jnp.sum(keep_S * total_S), jnp.sum(keep_S[:, None] * values_SH, axis=0))
-    sink = v_scale = None
-    if extras.sinks_N is not None:
-        sink = plt.load(extras.sinks_N.at[query_head]) * _LOG2_E
-    if extras.v_scale_K is not None:
-        v_scale = plt.load(extras.v_scale_K.at[head])
-    result = _divided(merged, sink, 1.0 if v_scale is None else v_scale)
+    result = _divided(merged, extras, head, query_head, None, options)
     at_out = (row, query_head, lane)
     plt.store(out_ref.at[at_out], result.astype(out_ref.dtype), mask=lane < H)
 
 
-def _check(q_BNH: jax.Array, pool: jax.Array) -> None:
+def _check(head_size: int, pool: jax.Array) -> None:
     """Raise NotImplementedError for what the kernel cannot do."""
-    H, size = q_BNH.shape[2], pool.size * pool.dtype.itemsize
-    if H % 16 or H > 256:
-        raise NotImplementedError(f"head size {H} is no multiple of 16 up to 256")
+    if head_size % 16 or head_size > 256:
+        raise NotImplementedError(f"head size {head_size} is no multiple of 16 up to 256")
     # Pallas takes 32-bit offsets up to 2**32 bytes, and elements of a byte pass 2**31 before that.
-    if pool.dtype.itemsize == 1 and 2**31 <= size <= 2**32:
+    if pool.dtype.itemsize == 1 and 2**31 < pool.size <= 2**32:
         raise NotImplementedError(
-            f"a pool of {size} bytes of {pool.dtype}: below 2**31, or above 2**32"
+            f"a pool of {pool.size} elements of {pool.dtype} is between 2**31 and 2**32"
         )
+
+
+def _converts_float8(interpret: bool) -> bool:
+    """Whether the target has instructions for it: Ada and Hopper, not Ampere."""
+    if interpret:
+        return True
+    try:
+        return plt.get_gpu_info().compute_capability >= 89
+    except (AttributeError, ValueError):  # not in jax 0.10, and no GPU said which
+        return False
+
+
+def _compute_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
+    """What both products take: exact for the pool's values and, up to a factor, the query's."""
+    if pool_dtype.name not in NARROW:
+        return jnp.promote_types(q_dtype, pool_dtype)
+    # Every int8 is a bfloat16; float8 becomes float16 in one instruction for two.
+    return (
+        jnp.dtype(jnp.float16)
+        if (q_dtype, pool_dtype.name) == (jnp.bfloat16, "float8_e4m3fn")
+        else q_dtype
+    )
 
 
 def paged_attention(
@@ -267,18 +312,17 @@ def paged_attention(
     interpret: bool,
 ) -> jax.Array:
     """See :func:`jaxserve_kernels.paged_attention`."""
-    _check(q_BNH, k_pool_CKZH)
     B, N, H = q_BNH.shape
     _, K, Z, _ = k_pool_CKZH.shape
-    pool_dtype = k_pool_CKZH.dtype
-    compute = (
-        q_BNH.dtype if pool_dtype.name in NARROW else jnp.promote_types(q_BNH.dtype, pool_dtype)
-    )
+    _check(H, k_pool_CKZH)
+    float8 = k_pool_CKZH.dtype == jnp.float8_e4m3fn
+    compute = _compute_dtype(q_BNH.dtype, k_pool_CKZH.dtype)
     width = block_tables_BP.shape[1] * Z
-    if window is not None:
-        width = min(width, window)
-    plan = decode_plan(B * K, width, N // K, H, compute.itemsize)
-    options = _Options(scale, window, soft_cap, plan, compute)
+    plan = decode_plan(
+        B * K, width if window is None else min(width, window), N // K, H, compute.itemsize
+    )
+    unit = 2**8 if float8 and not _converts_float8(interpret) else 1
+    options = _Options(scale, window, soft_cap, plan, compute, unit)
     out_shape = jax.ShapeDtypeStruct((B, N, H), q_BNH.dtype)
     per_head = jax.ShapeDtypeStruct((B, K, plan.splits, N // K), jnp.float32)
     sums_shape = (

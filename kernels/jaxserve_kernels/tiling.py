@@ -64,7 +64,8 @@ def decode_plan(
 
     ``group`` query heads share a kv head; products take operands of ``compute_bytes``.
     """
-    keys = 64
+    lanes = 1 << (head_size - 1).bit_length()
+    keys = min(64, 2**14 // (lanes * compute_bytes))
     min_split, mid_split, max_splits = 256 // keys, 1024 // keys, 32
     tiles = -(-width // keys) + 1
     splits = min(max_splits, -(-tiles // min_split))
@@ -72,7 +73,7 @@ def decode_plan(
         keys=keys,
         group=max(16, 1 << (group - 1).bit_length()),
         warps=4,
-        stages=3,
+        stages=5,
         few_splits=16,
         min_split=min_split,
         mid_split=mid_split,
