@@ -99,7 +99,6 @@ class PrefixCache:
             self.register(request, request.num_computed)
             self._pool.free(request.block_ids)
         request.block_ids = []
-        request.num_registered = 0
 
     def reset(self, unfinished: Iterable[Request], weight_version: int | None = None) -> None:
         """Forget every block. What ``unfinished`` requests hold is never shared from now on.

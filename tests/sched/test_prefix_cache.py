@@ -99,6 +99,15 @@ def test_the_next_turn_of_a_conversation_finds_the_answer_before_it():
     assert start_of(loop, loop.add([*said, 50, 51])) == 32
 
 
+def test_a_block_that_the_token_which_ends_an_answer_fills_is_found_too():
+    loop = caching()
+    turn = loop.add(tokens(2 * Z - 1, 50), stop_token_ids=frozenset({7}))
+    loop.run(RequestState.FINISHED_STOPPED, turn)
+    said = turn.prompt_token_ids + turn.output_token_ids
+    assert len(said) == 2 * Z
+    assert start_of(loop, loop.add([*said, 1])) == 2 * Z
+
+
 def test_an_answer_that_is_still_going_on_is_found_block_by_block():
     loop = caching()
     long = loop.add(tokens(4), 60)
