@@ -12,14 +12,15 @@ from jaxserve.checkpoint.gguf_model import GGUFTensors, parse_gguf_config
 from jaxserve.checkpoint.gguf_tokenizer import load_gguf_tokenizer
 from jaxserve.checkpoint.hf_config import parse_hf_config
 from jaxserve.checkpoint.hub import fetch_from_hub, is_hub_id
-from jaxserve.checkpoint.safetensors_files import SafetensorsTensors
+from jaxserve.checkpoint.orbax_files import OrbaxTensors, find_orbax
+from jaxserve.checkpoint.safetensors_files import INDEX, SINGLE, SafetensorsTensors
 from jaxserve.checkpoint.tensors import TensorSource
 from jaxserve.checkpoint.tokenizer import TokenizerBundle, load_hf_tokenizer
 from jaxserve.checkpoint.values import load_json
 from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
 
-LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 CONFIG = "config.json"
 
 
@@ -68,7 +69,8 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Open a model; tensors are checked here and read when asked for.
 
-    ``name_or_path``: a Hugging Face directory, a GGUF file, a hub id, or None for the demo model,
+    ``name_or_path``: a Hugging Face directory, one with an Orbax checkpoint beside its config
+    (see checkpoint/orbax_files.py), a GGUF file, a hub id, or None for the demo model,
     which is fetched once into ``cache_dir`` (None: the user's cache) while ``progress`` is told.
     ``load_format`` "dummy" needs a config only and gives no tensors.
     ``tokenizer`` names another directory, GGUF file or hub id to take the tokenizer from.
@@ -90,7 +92,7 @@ def load_checkpoint(
         tensors = None if dummy else GGUFTensors(file, config)
     else:
         config = _directory_config(path)
-        tensors = None if dummy else SafetensorsTensors(path, config)
+        tensors = None if dummy else _directory_tensors(path, config)
     if tokenizer is None:
         bundle = load_gguf_tokenizer(file) if path.is_file() else load_hf_tokenizer(path)
     else:
@@ -114,13 +116,31 @@ def _locate(name: str, *, weights: bool) -> Path:
 
 
 def _check_format(path: Path, name: str, load_format: LoadFormat) -> None:
-    kind = "gguf" if path.is_file() else "safetensors"
-    if load_format in ("safetensors", "gguf") and load_format != kind:
-        what = "a file" if path.is_file() else "a directory"
+    if path.is_file():
+        kind, what = "gguf", "a file"
+    elif _is_orbax(path):
+        kind, what = "orbax", "a directory with an Orbax checkpoint"
+    else:
+        kind, what = "safetensors", "a directory without an Orbax checkpoint"
+    if load_format not in ("auto", "dummy", kind):
         raise CheckpointError(
             f"{name} is {what}, which --load-format {load_format} does not read; use "
             f"--load-format {kind}"
         )
+
+
+def _is_orbax(directory: Path) -> bool:
+    """True without safetensors: a directory that holds both is a Hugging Face one."""
+    has_safetensors = any((directory / name).is_file() for name in (SINGLE, INDEX))
+    return not has_safetensors and find_orbax(directory) is not None
+
+
+def _directory_tensors(directory: Path, config: ModelConfig) -> TensorSource:
+    if _is_orbax(directory):
+        tree = find_orbax(directory)
+        assert tree is not None
+        return OrbaxTensors(tree, config)
+    return SafetensorsTensors(directory, config)
 
 
 def _directory_config(directory: Path) -> ModelConfig:

@@ -86,7 +86,7 @@ class FlagParser(argparse.ArgumentParser):
         )
         self._value(
             "--load-format",
-            choices=["auto", "safetensors", "gguf", "dummy"],
+            choices=["auto", "safetensors", "gguf", "orbax", "dummy"],
             help="what the weights are read from; dummy reads a config only and makes random ones",
         )
 
