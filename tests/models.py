@@ -66,14 +66,28 @@ def greedy_by_full_forward(module: LlamaForCausalLM, prompt: list[int], count: i
     return tokens[len(prompt) :]
 
 
-def greedy_rows(rows: int) -> SamplingRows:
-    """Neutral settings for ``rows`` rows."""
-    return SamplingRows(
-        *(
-            np.full(spec.shape, neutral, spec.dtype)
-            for spec, neutral in zip(sampling_specs(rows), NEUTRAL_SAMPLING, strict=True)
-        )
-    )
+def rows_of(settings: list[dict]) -> SamplingRows:
+    """SamplingRows from one dict a row of field names without their shape; the rest is neutral."""
+
+    def column(name, neutral, spec):
+        field = name.rsplit("_", 1)[0]
+        values = [s.get(field, neutral) for s in settings]
+        if field == "keys":
+            values = [[0, s.get("seed", 0)] for s in settings]
+        return jnp.asarray(values, spec.dtype)
+
+    specs = sampling_specs(len(settings))
+    return SamplingRows(*map(column, SamplingRows._fields, NEUTRAL_SAMPLING, specs))
+
+
+def pack_mask(allowed: set[int] | None, vocab: int) -> np.ndarray:
+    """uint32 [W] with the bits of ``allowed``, all of them for None."""
+    words = np.zeros(-(-vocab // 32), np.uint32)
+    if allowed is None:
+        return ~words
+    for token in allowed:
+        words[token // 32] |= np.uint32(1 << (token % 32))
+    return words
 
 
 def pack_prefill(
@@ -108,7 +122,7 @@ def pack_prefill(
         block_tables_SP=tables,
         context_lens_S=lens,
         rows_S=rows,
-        sampling=greedy_rows(segments),
+        sampling=rows_of([{}] * segments),
         bias=None,
         mask_SW=None,
         targets_T=None,

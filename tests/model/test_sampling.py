@@ -9,23 +9,9 @@ from hypothesis import strategies as st
 
 from jaxserve.model.linear import cpu_compiler_options
 from jaxserve.model.sampling import sample, truncate
-from jaxserve.plan.batch import NEUTRAL_SAMPLING, SamplingRows, sampling_specs
+from tests.models import rows_of
 
 VOCAB = 97
-
-
-def rows_of(settings: list[dict]) -> SamplingRows:
-    """SamplingRows from one dict a row of field names without their shape; the rest is neutral."""
-
-    def column(name, neutral, spec):
-        field = name.rsplit("_", 1)[0]
-        values = [s.get(field, neutral) for s in settings]
-        if field == "keys":
-            values = [[0, s.get("seed", 0)] for s in settings]
-        return jnp.asarray(values, spec.dtype)
-
-    specs = sampling_specs(len(settings))
-    return SamplingRows(*map(column, SamplingRows._fields, NEUTRAL_SAMPLING, specs))
 
 
 def kept_by_sorting(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
