@@ -9,7 +9,7 @@ from typing import Any
 from jaxserve.config import EngineConfig, ModelConfig, SamplingParams
 from jaxserve.plan.buckets import DecodeBuckets, PrefillBuckets
 from jaxserve.runtime.engine import Engine
-from jaxserve.sched.outputs import RequestUpdate
+from jaxserve.sched.outputs import RequestUpdate, TokenLogprobs
 from tests.fakes import FakeRunner, draw
 
 VOCAB = 17
@@ -101,6 +101,8 @@ class Outcome:
     """What a request has been given so far."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     last: RequestUpdate | None = None
 
     @property
@@ -114,6 +116,12 @@ def collect(outcomes: dict[str, Outcome], updates: list[RequestUpdate]) -> None:
         assert outcome.last is None, "an update after the end"
         outcome.tokens += update.new_token_ids
         assert update.num_output_tokens == len(outcome.tokens)
+        outcome.logprobs += update.logprobs or ()
+        if update.prompt_logprobs is not None:
+            assert outcome.prompt_logprobs is None, "the prompt's log probabilities came twice"
+            assert len(outcome.tokens) <= 1, "they came late"
+            outcome.prompt_logprobs = update.prompt_logprobs
+        assert (update.error is None) == (update.finish_reason != "error")
         assert (update.timings is None) == (update.finish_reason is None)
         if update.finish_reason is not None:
             outcome.last = update

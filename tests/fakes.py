@@ -262,7 +262,8 @@ class FakeRunner:
                     held[row] = given[s]
         prompt = None
         if batch.targets_T is not None:
-            prompt = self._scores(batch.targets_T, batch.targets_T != NO_TARGET)
+            targets_T = batch.targets_T
+            prompt = fake_scores(targets_T, targets_T != NO_TARGET, self.vocab_size)
         inputs = [leaf for leaf in _leaves(batch) if leaf is not None]
         return FakePending(tokens, inputs, self._scores(tokens, wanted), prompt)
 

@@ -14,25 +14,46 @@ from jaxserve.errors import AuditFailed, EngineDead
 from jaxserve.plan.buckets import DecodeShape
 from jaxserve.runtime.engine import Engine
 from jaxserve.sched.blocks import BlockPool
+from jaxserve.sched.outputs import TokenLogprobs
 from jaxserve.sched.request import Request
 from jaxserve.sched.rows import RowTable
 from tests.engine_harness import VOCAB, Outcome, build, collect, drain, expected, greedy
 from tests.fakes import FakePending, FakeRunner
+
+OPTIONS: dict[str, list[Any]] = {
+    "presence_penalty": [1.5],
+    "frequency_penalty": [-0.5],
+    "repetition_penalty": [1.25],
+    "logit_bias": [((3, 1.0), (5, -2.5))],
+    "allowed_token_ids": [(1, 2, 3, 5, 8), (4, 5)],
+    "bad_words_token_ids": [((1,),), ((2, 3), (4, 4, 1), (6,)), ((1, 2), (2, 1))],
+    "min_tokens": [1, 2, 6],
+    "logprobs": [0, 3],
+    "prompt_logprobs": [0, 3],
+}
 
 
 @st.composite
 def traffic(draw_from: Any):
     requests = []
     for _ in range(draw_from(st.integers(1, 10))):
-        temperature = draw_from(st.sampled_from([0.0, 0.7]))
+        max_tokens = draw_from(st.sampled_from([0, 1, 2, 8, 9, 30, None]))
+        options = {
+            name: draw_from(st.sampled_from(values))
+            for name, values in OPTIONS.items()
+            if draw_from(st.integers(0, 4)) == 0
+        }
+        if max_tokens is not None and options.get("min_tokens", 0) > max_tokens:
+            del options["min_tokens"]
         params = SamplingParams(
-            max_tokens=draw_from(st.sampled_from([1, 2, 8, 9, 30, None])),
-            temperature=temperature,
+            max_tokens=max_tokens,
+            temperature=draw_from(st.sampled_from([0.0, 0.7])),
             top_k=draw_from(st.sampled_from([-1, 0, 5])),
             top_p=draw_from(st.sampled_from([0.5, 1.0])),
             seed=draw_from(st.integers(-(2**63), 2**63 - 1)),
             ignore_eos=draw_from(st.booleans()),
             stop_token_ids=draw_from(st.sampled_from([(), (3,)])),
+            **options,
         )
         prompt = draw_from(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=45))
         arrival = draw_from(st.integers(0, 30))
@@ -76,6 +97,24 @@ def test_a_soak_gives_each_request_its_own_tokens_and_leaks_nothing(
             assert len(outcome.tokens) < len(tokens)
         else:
             assert outcome.result == (tokens, reason)
+            check_logprobs(outcome, prompt, params)
+
+
+def check_logprobs(outcome: Outcome, prompt: list[int], params: SamplingParams) -> None:
+    """The scores of the fake device, which it tells from the token alone, each once."""
+
+    def score(token: int, count: int) -> TokenLogprobs:
+        return TokenLogprobs(token, -token, token + 1, tuple((t, -t) for t in range(count)))
+
+    if params.logprobs is None:
+        assert outcome.logprobs == []
+    else:
+        assert outcome.logprobs == [score(t, params.logprobs) for t in outcome.tokens]
+    if params.prompt_logprobs is None:
+        assert outcome.prompt_logprobs is None
+    else:
+        told = [score(t, params.prompt_logprobs) for t in prompt[1:]]
+        assert outcome.prompt_logprobs == (None, *told)
 
 
 # Long answers that outgrow a pool of 11 usable blocks, short ones that leave gaps in the rows.
@@ -86,6 +125,9 @@ PRESSURE = [
     ([6] * 20, SamplingParams(max_tokens=25, min_p=0.1, seed=2**40 + 1, ignore_eos=True)),
     ([7] * 30, greedy(None)),
     ([8], greedy(40)),
+    ([9, 9, 1], greedy(20, frequency_penalty=1.0, repetition_penalty=1.5)),
+    ([2] * 9, greedy(20, bad_words_token_ids=((1, 2), (7, 7)), presence_penalty=-1.0)),
+    ([3] * 12, greedy(18, logit_bias=((4, 2.0),), min_tokens=3, allowed_token_ids=(1, 4, 9, 12))),
 ]
 
 
@@ -135,6 +177,33 @@ class ReadsAFutureSlot(FakeRunner):
         return super().read_and_draw(table_P, length + 1, *asked)
 
 
+class ForgetsCounts(FakeRunner):
+    def write_counts(self, row: int, counts_V: np.ndarray) -> None:
+        pass
+
+
+class LeavesCountsBehind(FakeRunner):
+    def permute_rows(self, sources_B: np.ndarray) -> None:
+        counts = self.state.counts_BV.copy()
+        super().permute_rows(sources_B)
+        self.state.counts_BV[:] = counts
+
+
+class ForgetsMasks(FakeRunner):
+    def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray, mask_BW: Any) -> FakePending:
+        return super().decode(shape, new_blocks_B, None)
+
+
+class WakesRowsThatSitOut(FakeRunner):
+    def decode(self, shape: DecodeShape, new_blocks_B: np.ndarray, mask_BW: Any) -> FakePending:
+        return super().decode(shape, np.maximum(new_blocks_B, 0), mask_BW)
+
+
+class ForgetsBias(FakeRunner):
+    def prefill(self, batch: Any) -> FakePending:
+        return super().prefill(batch._replace(bias=None))
+
+
 class SwapsSeeds(FakeRunner):
     def prefill(self, batch: Any) -> FakePending:
         sampling = batch.sampling._replace(keys_X2=batch.sampling.keys_X2[:, ::-1].copy())
@@ -154,6 +223,11 @@ class ShiftsAPosition(FakeRunner):
         ForgetsNewBlocks,
         ReadsTooNarrow,
         ReadsAFutureSlot,
+        ForgetsCounts,
+        LeavesCountsBehind,
+        ForgetsMasks,
+        WakesRowsThatSitOut,
+        ForgetsBias,
         SwapsSeeds,
         ShiftsAPosition,
     ],
