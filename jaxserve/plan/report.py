@@ -105,6 +105,7 @@ def loop_info(
     fall_throughs = max(0, outside - len(late))
     return {
         "read": read.name,
+        "shapes": [f"{s.rows}x{s.width}" for s in capture.shapes],
         "replays": {f"{s.rows}x{s.width}": n for s, n in sorted(replays.items())},
         "late_compiles": [f"{s.rows}x{s.width}" for s in late],
         "fall_throughs": fall_throughs,
