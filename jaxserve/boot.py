@@ -60,6 +60,7 @@ from jaxserve.serve.launch import Serving
 from jaxserve.serve.logs import EngineLog, Log, no_log
 from jaxserve.serve.metrics import Metrics
 from jaxserve.serve.settings import ServerSettings, ServeSettings
+from jaxserve.serve.structured import Grammars
 from jaxserve.serve.text import Text
 
 Report = Callable[[str], None]
@@ -339,12 +340,19 @@ def serve_engine(
         AppParts(
             engine=engine,
             text=text,
+            grammars=Grammars(
+                text,
+                vocab_size=booted.model.vocab_size,
+                eos_token_ids=booted.model.eos_token_ids,
+            ),
             metrics=metrics,
             served_names=names,
             max_model_len=max_model_len,
             version=__version__,
             boot_info=lambda: booted.info(engine.stats()),
             api_keys=server.api_keys,
+            trust_request_chat_template=server.trust_request_chat_template,
+            enable_prompt_tokens_details=server.enable_prompt_tokens_details,
             allowed_origins=server.allowed_origins,
             admin=actions if server.enable_admin else (),
             log=log,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import random
 import socket
 import threading
 import time
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 import uvicorn
 from starlette.types import ASGIApp
 from tokenizers import (
@@ -26,11 +29,18 @@ from tokenizers import (
 
 from jaxserve.config import SamplingParams
 from jaxserve.errors import InvalidRequest
-from jaxserve.sched.outputs import EngineStats, FinishReason, RequestTimings, RequestUpdate
+from jaxserve.sched.outputs import (
+    EngineStats,
+    FinishReason,
+    RequestTimings,
+    RequestUpdate,
+    TokenLogprobs,
+)
 from jaxserve.sched.request import TokenMask
 from jaxserve.serve.app import AppParts, create_app
 from jaxserve.serve.async_engine import AsyncEngine
 from jaxserve.serve.metrics import Metrics
+from jaxserve.serve.structured import Grammars
 from jaxserve.serve.text import Text
 
 CORPUS = [
@@ -46,6 +56,7 @@ CHAT_TEMPLATE = (
 )
 
 
+@functools.cache
 def byte_level_tokenizer() -> Tokenizer:
     """A byte-level BPE of about 320 tokens whose merges split multi-byte characters."""
     tokenizer = Tokenizer(models.BPE())
@@ -97,6 +108,15 @@ def metaspace_tokenizer(prepend_scheme: str) -> Tokenizer:
     return tokenizer
 
 
+def scripted_logprobs(token_id: int, top: int, vocab_size: int = 1000) -> TokenLogprobs:
+    """Made up, and a function of the token alone; odd tokens are not among the likeliest."""
+    rank = 1 if token_id % 2 == 0 else 30
+    likeliest = [(token_id + 2 * i + rank - 1) % vocab_size for i in range(top)]
+    logprobs = [-0.125 * (i + 1) - token_id % 5 for i in range(30)]
+    pairs = zip(likeliest, logprobs, strict=False)
+    return TokenLogprobs(token_id, logprobs[rank - 1], rank, tuple(pairs))
+
+
 @dataclass
 class _Job:
     prompt: list[int]
@@ -110,7 +130,9 @@ class ScriptedEngine:
     """The engine's interface over a fixed script: request r's token i is ``script[i]``.
 
     ``gate`` makes every step wait for a permit, so a test decides when tokens come. ``fault`` is
-    raised by the next step. Tokens repeat the script when it is too short.
+    raised by the next step. Tokens repeat the script when it is too short. A token that a request's
+    mask forbids gives way to one drawn from those it allows. ``cached`` is what every prompt is
+    said to have found in the cache; ``failing`` ends every request after its first token.
     """
 
     script: Sequence[int]
@@ -119,6 +141,8 @@ class ScriptedEngine:
     eos_token_id: int | None = None
     gate: threading.Semaphore | None = None
     fault: BaseException | None = None
+    cached: int = 0
+    failing: str | None = None
     step_started: threading.Event = field(default_factory=threading.Event)
     jobs: dict[str, _Job] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
@@ -172,14 +196,35 @@ class ScriptedEngine:
         self._steps += 1
         updates, self._updates = self._updates, []
         for request_id, job in list(self.jobs.items()):
-            token_id = self.script[job.emitted % len(self.script)]
-            job.emitted += 1
-            self._tokens += 1
-            reason = self._reason(job, token_id)
-            if reason is not None:
+            updates.append(self._advanced(request_id, job))
+            if updates[-1].finish_reason is not None:
                 del self.jobs[request_id]
-            updates.append(self._update(request_id, job, (token_id,), reason))
         return updates
+
+    def _advanced(self, request_id: str, job: _Job) -> RequestUpdate:
+        if self._limit(job) == 0:
+            return self._update(request_id, job, (), "length")
+        token_id = self.script[job.emitted % len(self.script)]
+        if job.mask is not None:
+            try:
+                token_id = self._masked(job.mask, token_id, job.emitted)
+            except ValueError as error:
+                return self._update(request_id, job, (), "error")._replace(error=str(error))
+        job.emitted += 1
+        self._tokens += 1
+        update = self._update(request_id, job, (token_id,), self._reason(job, token_id))
+        if self.failing is not None:
+            return update._replace(finish_reason="error", error=self.failing)
+        return update
+
+    def _masked(self, mask: TokenMask, token_id: int, position: int) -> int:
+        words = np.zeros(-(-self.vocab_size // 32), np.uint32)
+        mask.fill(words)
+        allowed = [t for t in range(self.vocab_size) if int(words[t // 32]) >> (t % 32) & 1]
+        if token_id not in allowed:
+            token_id = random.Random(position).choice(allowed)
+        mask.accept(token_id)
+        return token_id
 
     def audit(self) -> None:
         assert not self.jobs
@@ -197,14 +242,19 @@ class ScriptedEngine:
         )
 
     def _reason(self, job: _Job, token_id: int) -> FinishReason | None:
-        ids = set(job.params.stop_token_ids)
-        if not job.params.ignore_eos and self.eos_token_id is not None:
-            ids.add(self.eos_token_id)
-        if token_id in ids:
+        if token_id in self._stop_ids(job):
             return "stop"
+        if job.mask is not None and job.mask.done:
+            return "stop"
+        return "length" if job.emitted >= self._limit(job) else None
+
+    def _stop_ids(self, job: _Job) -> set[int]:
+        eos = set() if job.params.ignore_eos or self.eos_token_id is None else {self.eos_token_id}
+        return eos | set(job.params.stop_token_ids)
+
+    def _limit(self, job: _Job) -> int:
         room = self.max_model_len - len(job.prompt)
-        limit = room if job.params.max_tokens is None else min(job.params.max_tokens, room)
-        return "length" if job.emitted >= limit else None
+        return room if job.params.max_tokens is None else min(job.params.max_tokens, room)
 
     def _update(
         self,
@@ -213,14 +263,25 @@ class ScriptedEngine:
         new_token_ids: tuple[int, ...],
         reason: FinishReason | None,
     ) -> RequestUpdate:
+        top, prompt_top = job.params.logprobs, job.params.prompt_logprobs
+        shows_prompt = prompt_top is not None and job.emitted == len(new_token_ids)
         return RequestUpdate(
             request_id=request_id,
             new_token_ids=new_token_ids,
             finish_reason=reason,
-            stop_token_id=new_token_ids[-1] if reason == "stop" else None,
+            stop_token_id=next((t for t in new_token_ids if t in self._stop_ids(job)), None),
             num_prompt_tokens=len(job.prompt),
             num_output_tokens=job.emitted,
             timings=None if reason is None else RequestTimings(0.5, 0.25, 0.125),
+            logprobs=(
+                None if top is None else tuple(scripted_logprobs(t, top) for t in new_token_ids)
+            ),
+            prompt_logprobs=(
+                (None, *(scripted_logprobs(t, prompt_top or 0) for t in job.prompt[1:]))
+                if shows_prompt
+                else None
+            ),
+            num_cached_tokens=self.cached,
         )
 
 
@@ -229,8 +290,10 @@ def app_parts(scripted: ScriptedEngine, **changes: Any) -> AppParts:
     metrics = Metrics("tiny", max_model_len=scripted.max_model_len)
     if "engine" not in changes:
         changes["engine"] = AsyncEngine(scripted, max_requests=64, on_step=metrics.observe_step)
+    text = changes.get("text") or Text(byte_level_tokenizer(), chat_template=CHAT_TEMPLATE)
     parts: dict[str, Any] = {
-        "text": Text(byte_level_tokenizer(), chat_template=CHAT_TEMPLATE),
+        "text": text,
+        "grammars": Grammars(text, vocab_size=scripted.vocab_size, eos_token_ids=(2,)),
         "metrics": metrics,
         "served_names": ("tiny", "tiny-alias"),
         "max_model_len": scripted.max_model_len,

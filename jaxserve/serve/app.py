@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,24 +17,27 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from jaxserve.config import SamplingParams
 from jaxserve.errors import EngineError, InvalidRequest, RequestRefused, UnknownModel
 from jaxserve.serve import http, openapi
 from jaxserve.serve.admin import AdminAction
 from jaxserve.serve.calls import Call
 from jaxserve.serve.generation import EngineClient
+from jaxserve.serve.generator import Generator
 from jaxserve.serve.logs import Log, no_log
 from jaxserve.serve.metrics import CONTENT_TYPE, Metrics
 from jaxserve.serve.page import page_response
+from jaxserve.serve.prompts import PromptReader
 from jaxserve.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Generation,
     TokenizeRequest,
-    parse_request,
 )
+from jaxserve.serve.records import parse_request
 from jaxserve.serve.request_log import RequestLog, record_of
-from jaxserve.serve.responses import Answer, ChatAnswer, CompletionAnswer, error_body
+from jaxserve.serve.responses import Envelope, error_body
+from jaxserve.serve.structured import Grammars
 from jaxserve.serve.text import Text
 
 _BODIES: Mapping[str, type[BaseModel]] = {
@@ -52,10 +55,13 @@ class AppParts:
     ``boot_info`` is added to /health. ``max_body_bytes`` bounds a request's body. Web pages of
     ``allowed_origins`` may call ("*": of all). ``admin`` actions become routes of their own.
     ``log`` gets a line a request, with ``log_probes`` also of probes.
+    ``trust_request_chat_template`` runs the templates that requests bring,
+    ``enable_prompt_tokens_details`` tells how many prompt tokens were cached.
     """
 
     engine: EngineClient
     text: Text
+    grammars: Grammars
     metrics: Metrics
     served_names: tuple[str, ...]
     max_model_len: int
@@ -63,6 +69,8 @@ class AppParts:
     boot_info: Callable[[], Mapping[str, Any]] = dict
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 2**20
+    trust_request_chat_template: bool = False
+    enable_prompt_tokens_details: bool = False
     allowed_origins: tuple[str, ...] = ()
     admin: tuple[AdminAction, ...] = ()
     log: Log = no_log
@@ -157,37 +165,37 @@ class _Routes:
 
     def __init__(self, parts: AppParts) -> None:
         self._parts = parts
+        self._generator = Generator(
+            engine=parts.engine,
+            text=parts.text,
+            prompts=PromptReader(
+                parts.text,
+                max_model_len=parts.max_model_len,
+                trust_templates=parts.trust_request_chat_template,
+            ),
+            grammars=parts.grammars,
+            shows_cached_tokens=parts.enable_prompt_tokens_details,
+        )
         self._created = int(parts.wall_clock())
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts."""
         arrived = self._parts.metrics.clock()
-        call = await self._parse(request, CompletionRequest)
-        params = call.sampling_params()
-        prompts = call.prompts
-        if len(prompts) > self._parts.engine.max_requests:
-            raise InvalidRequest(
-                f"prompt holds {len(prompts)} prompts, at most {self._parts.engine.max_requests} "
-                "can wait here (--max-num-seqs + --max-queued-requests)",
-                "prompt",
-            )
-
-        def encode() -> list[list[int]]:
-            return [self._parts.text.encode(p) if isinstance(p, str) else p for p in prompts]
-
-        answer = CompletionAnswer(*self._envelope("cmpl", request, call.model), call.include_usage)
-        token_ids = await asyncio.to_thread(encode)
-        return await self._answer(request, call, answer, token_ids, params, arrived)
+        asked = await self._parse(request, CompletionRequest)
+        envelope = self._envelope("cmpl", request, asked)
+        metrics = self._parts.metrics.call(record_of(request.scope))
+        call = await self._generator.completion(asked, envelope, metrics, arrived)
+        return await self._answer(request, asked.stream, call)
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation."""
         arrived = self._parts.metrics.clock()
-        call = await self._parse(request, ChatRequest)
-        params = call.sampling_params()
-        token_ids = await asyncio.to_thread(self._encode_chat, call)
-        answer = ChatAnswer(*self._envelope("chatcmpl", request, call.model), call.include_usage)
+        asked = await self._parse(request, ChatRequest)
+        envelope = self._envelope("chatcmpl", request, asked)
+        metrics = self._parts.metrics.call(record_of(request.scope))
+        call = await self._generator.chat(asked, envelope, metrics, arrived)
         try:
-            return await self._answer(request, call, answer, [token_ids], params, arrived)
+            return await self._answer(request, asked.stream, call)
         except InvalidRequest as refusal:
             if refusal.param != "prompt":
                 raise
@@ -199,14 +207,7 @@ class _Routes:
         call = await self._parse(request, TokenizeRequest)
         if (call.prompt is None) == (call.messages is None):
             raise InvalidRequest("send either prompt or messages", "prompt")
-        if call.messages is not None:
-            token_ids = await asyncio.to_thread(self._encode_chat, call)
-        else:
-            token_ids = await asyncio.to_thread(
-                self._parts.text.encode,
-                call.prompt or "",
-                add_special_tokens=call.add_special_tokens,
-            )
+        token_ids = await asyncio.to_thread(self._generator.prompts.tokens, call)
         return JSONResponse(
             {
                 "count": len(token_ids),
@@ -303,47 +304,22 @@ class _Routes:
             "max_model_len": self._parts.max_model_len,
         }
 
-    def _encode_chat(self, call: ChatRequest | TokenizeRequest) -> list[int]:
-        return self._parts.text.encode_chat(
-            [message.for_template() for message in call.messages or ()],
-            add_generation_prompt=call.add_generation_prompt,
-        )
+    def _envelope(self, kind: str, request: Request, asked: Generation) -> Envelope:
+        request_id = asked.request_id or record_of(request.scope).request_id
+        model = asked.model or self._parts.served_names[0]
+        return Envelope(f"{kind}-{request_id}", int(self._parts.wall_clock()), model)
 
-    def _envelope(self, kind: str, request: Request, model: str | None) -> tuple[str, int, str]:
-        """Id, time of creation and model name of an answer."""
-        created = int(self._parts.wall_clock())
-        request_id = record_of(request.scope).request_id
-        return f"{kind}-{request_id}", created, model or self._parts.served_names[0]
-
-    async def _answer(
-        self,
-        request: Request,
-        asked: CompletionRequest | ChatRequest,
-        answer: Answer,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        arrived: float,
-    ) -> Response:
+    async def _answer(self, request: Request, stream: bool, call: Call) -> Response:
         """Runs a call: what the engine refuses is raised before a stream starts."""
-        parts = self._parts
-        record_of(request.scope).stream = asked.stream
-        call = Call(
-            engine=parts.engine,
-            text=parts.text,
-            metrics=parts.metrics.call(record_of(request.scope)),
-            answer=answer,
-            prompts=prompts,
-            params=params,
-            arrived=arrived,
-        )
+        record_of(request.scope).stream = stream
         try:
             await call.start()
-            if not asked.stream:
+            if not stream:
                 return JSONResponse(await http.until_disconnect(request.receive, call.whole()))
         except BaseException:
             call.close()
             raise
-        return http.EventStream(call.events(asked.include_usage), call.close)
+        return http.EventStream(call.events(), call.close)
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:

@@ -150,6 +150,12 @@ class FlagParser(argparse.ArgumentParser):
             action="store_true",
             help="tell in usage.prompt_tokens_details how many prompt tokens were cached",
         )
+        self.add_argument(
+            "--trust-request-chat-template",
+            action="store_true",
+            help="let requests bring a chat template of their own; one that never ends keeps a "
+            "thread busy for ever",
+        )
         self._value(
             "--metrics-prefix",
             help="first word of each metric's name; with vllm, dashboards made for vLLM work",

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from jaxserve.config import SamplingParams
-from jaxserve.errors import NotReady
-from jaxserve.sched.outputs import EngineStats
+from jaxserve.errors import NotReady, RequestFailed
+from jaxserve.sched.outputs import EngineStats, RequestUpdate, TokenLogprobs
 from jaxserve.sched.request import TokenMask
 from jaxserve.serve.detokenize import Detokenizer
+from jaxserve.serve.logprobs import ShownToken
 from jaxserve.serve.metrics import RequestMetrics
 from jaxserve.serve.streams import RequestStream
 
@@ -45,20 +46,34 @@ class EngineClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text that became certain. ``num_output_tokens`` counts from the start."""
+    """Text that became certain, and the tokens that came with it where they are shown.
+
+    ``num_output_tokens`` counts from the start. ``prompt_logprobs`` comes once.
+    """
 
     index: int
     text: str
     finish_reason: Literal["stop", "length"] | None
     num_output_tokens: int
+    num_cached_tokens: int
+    tokens: list[ShownToken]
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None
 
 
 async def text_deltas(
-    index: int, stream: RequestStream, detokenizer: Detokenizer, metrics: RequestMetrics
+    index: int,
+    stream: RequestStream,
+    detokenizer: Detokenizer,
+    metrics: RequestMetrics,
+    *,
+    shows_tokens: bool = False,
+    text_offset: int = 0,
 ) -> AsyncGenerator[TextDelta, None]:
-    """The text of one request; empty pieces are left out, the last delta has a finish_reason.
+    """The text of one request; empty deltas are left out, the last one has a finish_reason.
 
-    Leaving early aborts the request. Raises NotReady when the server ends it, EngineDead.
+    ``shows_tokens``: deltas carry every token that counts, with offsets from ``text_offset`` on.
+    Leaving early aborts the request. Raises NotReady when the server ends it, RequestFailed when
+    it fails by itself, EngineDead.
     """
     reason = "abort"
     num_prompt = num_output = 0
@@ -67,32 +82,55 @@ async def text_deltas(
             async for update in stream:
                 metrics.update(update)
                 num_prompt = update.num_prompt_tokens
-                num_output = update.num_output_tokens - len(update.new_token_ids)
-                pieces: list[str] = []
-                for token_id in update.new_token_ids:
-                    num_output += 1
+                before = update.num_output_tokens - len(update.new_token_ids)
+                text, tokens = _push(update, detokenizer, text_offset)
+                num_output = before + len(tokens)
+                for _ in tokens:
                     metrics.token()
-                    if token_id != update.stop_token_id:
-                        pieces.append(detokenizer.push(token_id))
-                    if detokenizer.stop_string is not None:
-                        break
                 finish = update.finish_reason
                 if finish == "abort":
                     raise NotReady("the server ended this request: it is stopping")
+                if finish == "error":
+                    reason = finish
+                    raise RequestFailed(update.error or "the request failed")
                 if finish is not None:
-                    pieces.append(detokenizer.flush())
+                    text += detokenizer.flush()
                 if detokenizer.stop_string is not None:
                     finish = "stop"
-                text = "".join(pieces)
                 if finish is not None:
                     stream.close()
                     reason = finish
-                if text or finish is not None:
-                    yield TextDelta(index, text, finish, num_output)
+                shown = tokens if shows_tokens else []
+                if text or shown or finish is not None or update.prompt_logprobs is not None:
+                    yield TextDelta(
+                        index=index,
+                        text=text,
+                        finish_reason=finish,
+                        num_output_tokens=num_output,
+                        num_cached_tokens=update.num_cached_tokens,
+                        tokens=shown,
+                        prompt_logprobs=update.prompt_logprobs,
+                    )
                 if finish is not None:
                     return
     finally:
         metrics.end(reason, num_prompt, num_output)
+
+
+def _push(
+    update: RequestUpdate, detokenizer: Detokenizer, text_offset: int
+) -> tuple[str, list[ShownToken]]:
+    """The text that becomes certain with an update and its tokens, up to a stop string."""
+    pieces: list[str] = []
+    tokens: list[ShownToken] = []
+    logprobs = update.logprobs or [None] * len(update.new_token_ids)
+    for token_id, entry in zip(update.new_token_ids, logprobs, strict=True):
+        tokens.append(ShownToken(token_id, text_offset + detokenizer.num_characters, entry))
+        if token_id != update.stop_token_id:
+            pieces.append(detokenizer.push(token_id))
+        if detokenizer.stop_string is not None:
+            break
+    return "".join(pieces), tokens
 
 
 async def merged(

@@ -1,136 +1,246 @@
-"""The requests of the OpenAI API that are served, from bytes to checked records."""
+"""The requests of the OpenAI API that are served, as checked records."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any, Literal, NoReturn, Self, TypeVar
+import re
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
-from jaxserve.config import SamplingParams
+from jaxserve.config import MAX_LOGPROBS, SamplingParams
 from jaxserve.errors import InvalidRequest
+from jaxserve.serve.records import Record
+from jaxserve.serve.responses import AnswerOptions
+from jaxserve.serve.structured import Constraint
 
-Prompt = str | list[int]
-
-# Fields that cannot change the output.
-_IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-
-# Known fields that are not implemented, with the values under which they change nothing. null is
-# neutral for every field.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "cache_salt": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "request_id": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "verbosity": (),
-    "web_search_options": (),
-}
+_NO_TOOLS = ([],)
 
 
-class _Record(BaseModel):
-    """Types are exact (an int is a float, nothing else is converted), other names are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class StreamOptions(_Record):
+class StreamOptions(Record):
     """What a stream carries besides the text."""
 
     include_usage: bool = False
 
 
-class _Generation(_Record):
-    """Fields of both generation routes; SamplingParams checks their ranges."""
+class JsonSchema(Record):
+    """OpenAI's wrapper of a JSON schema. Every schema is kept to, ``strict`` or not."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool = False
+
+
+class ResponseFormat(Record):
+    """The form an answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_belongs_to_its_type(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidRequest(
+                "response_format: json_schema comes with type json_schema, and with no other",
+                "response_format",
+            )
+        return self
+
+    def constraint(self) -> Constraint | None:
+        """What an answer must match; None for any text."""
+        if self.json_schema is not None:
+            return Constraint("json_schema", self.json_schema.schema_)
+        return Constraint("json_schema", {"type": "object"}) if self.type == "json_object" else None
+
+
+class StructuredOutputs(Record):
+    """vLLM's constraints on an answer, of which one is given."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> Self:
+        given = sum(value is not None for value in self.model_dump().values())
+        if given != 1:
+            raise InvalidRequest(
+                f"structured_outputs holds {given} constraints, must be one of json, regex, "
+                "choice, grammar, json_object",
+                "structured_outputs",
+            )
+        return self
+
+    def constraint(self) -> Constraint:
+        """What an answer must match."""
+        if self.json_ is not None:
+            return Constraint("json_schema", self.json_)
+        if self.regex is not None:
+            return Constraint("regex", self.regex)
+        if self.choice is not None:
+            return Constraint("choice", self.choice)
+        if self.grammar is not None:
+            return Constraint("grammar", self.grammar)
+        return Constraint("json_schema", {"type": "object"})
+
+
+class Generation(Record):
+    """Fields of both generation routes; SamplingParams checks the ranges of its own."""
+
+    ignored = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
+    neutral: ClassVar = {
+        "audio": (),
+        "function_call": ("none",),
+        "functions": _NO_TOOLS,
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True, False),
+        "prediction": (),
+        "reasoning_effort": (),
+        "service_tier": ("auto", "default"),
+        "suffix": ("",),
+        "tool_choice": ("none", "auto"),
+        "tools": _NO_TOOLS,
+        "verbosity": (),
+        "web_search_options": (),
+    }
+    replaced: ClassVar = {
+        "guided_json": 'structured_outputs {"json": ...}',
+        "guided_regex": 'structured_outputs {"regex": ...}',
+        "guided_choice": 'structured_outputs {"choice": ...}',
+        "guided_grammar": 'structured_outputs {"grammar": ...}',
+    }
 
     model: str | None = None
+    n: int = 1
+    best_of: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = []
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = Field(default={})
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = Field(default=[])
+    stop: str | list[str] = Field(default=[])
+    stop_token_ids: list[int] = Field(default=[])
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    priority: int = 0
+    request_id: str | None = Field(None, min_length=1, max_length=256)
+    cache_salt: str | None = Field(None, min_length=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
-    def _stream_options_belong_to_a_stream(self) -> Self:
+    def _fields_fit_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only with stream=true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs: only without stream=true", "prompt_logprobs")
+        if self.best_of is not None and self.best_of != self.n:
+            raise InvalidRequest(
+                f"best_of={self.best_of} is not n={self.n}: every choice drawn is returned",
+                "best_of",
+            )
+        if self.priority != 0:
+            raise InvalidRequest(
+                f"priority={self.priority}: requests run in order of arrival, send 0", "priority"
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens=0, must be at least 1, or -1 for the context",
+                "truncate_prompt_tokens",
+            )
+        if not (self.request_id or "").isprintable():
+            raise InvalidRequest("request_id holds unprintable characters", "request_id")
+        if self.constraint() is not None and self.structured_outputs is not None:
+            formatted = self.response_format and self.response_format.constraint()
+            if formatted is not None:
+                raise InvalidRequest(
+                    "structured_outputs and response_format both constrain the answer; send one",
+                    "structured_outputs",
+                )
         return self
 
-    @property
-    def include_usage(self) -> bool:
-        """True when a stream ends with a chunk of usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def constraint(self) -> Constraint | None:
+        """What every answer must match; None for any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.constraint()
+        return None if self.response_format is None else self.response_format.constraint()
 
-    def _sampling_params(self, max_tokens: int | None) -> SamplingParams:
+    def asked_max_tokens(self) -> tuple[str, int] | None:
+        """The field that bounds an answer and its value, where the client sent one."""
+        return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
+
+    def _sampling_params(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
         return SamplingParams(
+            n=self.n,
             max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
             temperature=self.temperature,
             top_k=min(self.top_k, 2**31 - 1),  # the device's int32; more keeps all tokens as well
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple((_token_id(k), bias) for k, bias in self.logit_bias.items()),
+            allowed_token_ids=(
+                None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
+            ),
+            bad_words=tuple(self.bad_words),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _answer_options(self, logprobs: int | None, echo: bool) -> AnswerOptions:
+        options = self.stream_options
+        return AnswerOptions(
+            include_usage=options is not None and options.include_usage,
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            return_token_ids=self.return_token_ids,
+            echo=echo,
         )
 
 
-class CompletionRequest(_Generation):
+def _token_id(key: str) -> int:
+    if not re.fullmatch("[0-9]{1,10}", key):
+        raise InvalidRequest(f"logit_bias: {key[:100]!r} is no token id", "logit_bias")
+    return int(key)
+
+
+class CompletionRequest(Generation):
     """Body of /v1/completions. ``prompt``: a text, token ids, or a list of either."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool = False
 
     @property
-    def prompts(self) -> list[Prompt]:
-        """The prompts, one choice each."""
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, ``n`` choices each."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt or isinstance(self.prompt[0], int):
@@ -139,7 +249,16 @@ class CompletionRequest(_Generation):
 
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequest naming the field; 16 tokens unless asked, as OpenAI does."""
-        return self._sampling_params(16 if self.max_tokens is None else self.max_tokens)
+        prompt_logprobs = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return self._sampling_params(
+            16 if self.max_tokens is None else self.max_tokens,
+            self.logprobs,
+            max((top for top in prompt_logprobs if top is not None), default=None),
+        )
+
+    def answer_options(self) -> AnswerOptions:
+        """What the answer shows besides the text."""
+        return self._answer_options(self.logprobs, self.echo)
 
     @field_validator("prompt", mode="plain")
     @classmethod
@@ -159,14 +278,14 @@ class CompletionRequest(_Generation):
         )
 
 
-class TextPart(_Record):
+class TextPart(Record):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Record):
+class ChatMessage(Record):
     """One message of a conversation; text only."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -182,130 +301,74 @@ class ChatMessage(_Record):
         return message if self.name is None else {**message, "name": self.name}
 
 
-class ChatRequest(_Generation):
+class Conversation(Record):
+    """The fields that a chat template turns into a prompt, beside the messages."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+
+    @model_validator(mode="after")
+    def _one_way_to_go_on(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message goes on with the last message: send it with "
+                "add_generation_prompt=false",
+                "continue_final_message",
+            )
+        return self
+
+
+class ChatRequest(Generation, Conversation):
     """Body of /v1/chat/completions."""
+
+    neutral: ClassVar = {**Generation.neutral, "echo": (False,)}
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None
-    add_generation_prompt: bool = True
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _top_logprobs_are_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs: only with logprobs=true", "top_logprobs")
+        return self
+
+    def asked_max_tokens(self) -> tuple[str, int] | None:
+        """The field that bounds an answer and its value, where the client sent one."""
+        asked = self.max_completion_tokens
+        return super().asked_max_tokens() if asked is None else ("max_completion_tokens", asked)
 
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequest naming the field; to the end of the context unless asked."""
-        asked = self.max_completion_tokens
-        if asked is not None and asked < 1:
-            raise InvalidRequest(
-                f"max_completion_tokens={asked}, must be at least 1", "max_completion_tokens"
-            )
-        return self._sampling_params(self.max_tokens if asked is None else asked)
+        asked = self.asked_max_tokens()
+        if asked is not None and asked[1] < 1:
+            raise InvalidRequest(f"{asked[0]}={asked[1]}, must be at least 1", asked[0])
+        max_tokens = None if asked is None else asked[1]
+        return self._sampling_params(max_tokens, self._shown_logprobs, self.prompt_logprobs)
+
+    def answer_options(self) -> AnswerOptions:
+        """What the answer shows besides the text."""
+        return self._answer_options(self._shown_logprobs, echo=False)
+
+    @property
+    def _shown_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(_Record):
+class TokenizeRequest(Conversation):
     """Body of /tokenize: a prompt, or the messages of a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
 
 
-class DetokenizeRequest(_Record):
+class DetokenizeRequest(Record):
     """Body of /detokenize."""
 
     model: str | None = None
     tokens: list[int]
-
-
-RecordT = TypeVar("RecordT", bound=_Record)
-
-
-def parse_request(kind: type[RecordT], body: bytes) -> RecordT:
-    """The record in a request's body. Raises InvalidRequest that says what is wrong, and where.
-
-    null stands for an absent field. A field that is known and not implemented passes with a value
-    that changes nothing and is refused by name otherwise, and so is an unknown one.
-    """
-    fields = _parse_object(body)
-    known: dict[str, Any] = {}
-    for name, value in fields.items():
-        if name in kind.model_fields:
-            if value is not None:
-                known[name] = value
-        elif not issubclass(kind, _Generation) or name not in _IGNORED | _NEUTRAL.keys():
-            raise InvalidRequest(f"unknown field {name[:100]!r}", name[:100], "unknown_field")
-        elif name in _NEUTRAL and not (value is None or _is_one_of(value, _NEUTRAL[name])):
-            _refuse_unimplemented(name, value)
-    if isinstance(known.get("messages"), list):
-        known["messages"] = [_without_nulls(message) for message in known["messages"]]
-    if isinstance(known.get("stream_options"), dict):
-        known["stream_options"] = _without_nulls(known["stream_options"])
-    try:
-        return kind.model_validate(known)
-    except ValidationError as error:
-        raise _invalid(error) from None
-
-
-def _parse_object(body: bytes) -> dict[str, Any]:
-    def refuse_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON")
-
-    try:
-        fields = json.loads(body.decode("utf-8"), parse_constant=refuse_constant)
-        if b"\\u" in body:  # an escape may be a lone surrogate: valid JSON, and no text
-            json.dumps(fields, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the body is not UTF-8: byte {error.start}") from None
-    except UnicodeEncodeError:
-        raise InvalidRequest("the body holds a lone surrogate (\\ud800-\\udfff)") from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    return fields
-
-
-def _without_nulls(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {name: item for name, item in value.items() if item is not None}
-
-
-def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
-    # False == 0 and True == 1 in Python, not in JSON.
-    return any(
-        value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
-    )
-
-
-def _refuse_unimplemented(name: str, value: Any) -> NoReturn:
-    neutral = " or ".join(json.dumps(item) for item in (*_NEUTRAL[name], None))
-    shown = f"a {type(value).__name__}" if isinstance(value, dict | list) else json.dumps(value)
-    raise InvalidRequest(
-        f"{name} is not supported here: leave it out or send {neutral}, not {shown[:100]}",
-        name,
-        "unsupported_field",
-    )
-
-
-# How pydantic labels the members of a union inside an error's path.
-_UNION_LABELS = frozenset({"str", "list[str]", "list[TextPart]"})
-
-
-def _invalid(error: ValidationError) -> InvalidRequest:
-    """The most specific fault, with its path as a client would write it."""
-    faults = error.errors(include_url=False, include_input=False, include_context=False)
-    fault = max(faults, key=lambda fault: len(fault["loc"]))
-    path = ""
-    for step in fault["loc"]:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step not in _UNION_LABELS:
-            path += f".{step}" if path else step
-    message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "missing":
-        message = "is required"
-    elif fault["type"] == "extra_forbidden":
-        message = "is not supported here"
-    return InvalidRequest(f"{path[:200]}: {message}", str(fault["loc"][0]))

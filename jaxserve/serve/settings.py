@@ -44,6 +44,7 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()
     enable_admin: bool = False
     enable_prompt_tokens_details: bool = False
+    trust_request_chat_template: bool = False
     metrics_prefix: str = "jaxserve"
     log_format: LogFormat = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -102,6 +102,8 @@ class Grammars:
                 ) from None
 
     def _compile(self, constraint: Constraint, field: str) -> Grammar:
+        if not self._eos_token_ids:
+            raise InvalidRequest(f"{field}: the model has no token that ends an answer", field)
         try:
             matcher = LLMatcher(
                 self._tokenizer,

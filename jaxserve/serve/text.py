@@ -184,13 +184,6 @@ class Text:
         except CheckpointError as error:
             raise InvalidRequest(str(error), "chat_template") from None
 
-    def encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Token ids of a conversation; the template itself writes the special tokens."""
-        prompt = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(prompt, add_special_tokens=False)
-
     def detokenizer(self, prompt_ids: Iterable[int], params: SamplingParams) -> Detokenizer:
         """A detokenizer for the tokens that follow ``prompt_ids``."""
         skipped = self.vocabulary.special_ids if params.skip_special_tokens else frozenset[int]()

@@ -15,8 +15,9 @@ from jaxserve.config import SamplingParams
 from jaxserve.serve.app import AppParts, create_app
 from jaxserve.serve.async_engine import AsyncEngine
 from jaxserve.serve.metrics import Metrics
+from jaxserve.serve.structured import Grammars
 from jaxserve.serve.text import Text
-from tests.engine_harness import build, expected
+from tests.engine_harness import EOS, VOCAB, build, expected
 from tests.serve_fakes import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -26,11 +27,13 @@ TOKENIZER = byte_level_tokenizer()
 async def client_of(num_blocks: int):
     engine, _ = build(num_blocks=num_blocks)
     metrics = Metrics("tiny", max_model_len=64)
+    text = Text(TOKENIZER)
     bridge = AsyncEngine(engine, max_requests=64, on_step=metrics.observe_step)
     app = create_app(
         AppParts(
             engine=bridge,
-            text=Text(TOKENIZER),
+            text=text,
+            grammars=Grammars(text, vocab_size=VOCAB, eos_token_ids=(EOS,)),
             metrics=metrics,
             served_names=("tiny",),
             max_model_len=64,

@@ -16,8 +16,10 @@ from jaxserve.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse_request,
 )
+from jaxserve.serve.records import parse_request
+from jaxserve.serve.responses import AnswerOptions
+from jaxserve.serve.structured import Constraint
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -30,23 +32,99 @@ def chat(**fields) -> ChatRequest:
     return parse_request(ChatRequest, json.dumps({"messages": HELLO, **fields}).encode())
 
 
+SAMPLING = {
+    "n": 3,
+    "max_tokens": 7,
+    "min_tokens": 2,
+    "temperature": 0.5,
+    "top_k": 5,
+    "top_p": 0.25,
+    "min_p": 0.125,
+    "seed": -3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.5,
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["x"],
+    "stop": ["a", "b"],
+    "stop_token_ids": [4, 5],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+    "prompt_logprobs": 4,
+}
+
+
 def test_every_sampling_field_reaches_the_engine():
-    asked = {
-        "max_tokens": 7,
-        "temperature": 0.5,
-        "top_k": 5,
-        "top_p": 0.25,
-        "min_p": 0.125,
-        "seed": -3,
-        "stop": ["a", "b"],
-        "stop_token_ids": [4, 5],
-        "include_stop_str_in_output": True,
-        "ignore_eos": True,
-        "skip_special_tokens": False,
-    }
-    expected = SamplingParams(**{**asked, "stop": ("a", "b"), "stop_token_ids": (4, 5)})
+    asked = {**SAMPLING, "logit_bias": {"5": 1, "70": -2.5}}
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in SAMPLING.items()}
+    expected = SamplingParams(**values, logit_bias=((5, 1.0), (70, -2.5)))
     assert completion(**asked).sampling_params() == expected
     assert chat(**asked).sampling_params() == expected
+
+
+def test_log_probabilities_are_asked_for_in_the_way_of_each_route():
+    options = {"return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}}
+    asked = completion(logprobs=3, **options)
+    assert asked.sampling_params().logprobs == 3
+    shown = AnswerOptions(logprobs=3, return_token_ids=True, include_usage=True)
+    assert asked.answer_options() == shown
+    for top, count in (({}, 0), ({"top_logprobs": 5}, 5)):
+        call = chat(logprobs=True, **top)
+        assert call.sampling_params().logprobs == call.answer_options().logprobs == count
+    call = chat(logprobs=False)
+    assert call.sampling_params().logprobs is call.answer_options().logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine", "shown"),
+    [
+        ({"echo": True}, None, None),
+        ({"echo": True, "logprobs": 2}, 2, None),
+        ({"logprobs": 2}, None, None),
+        ({"echo": True, "logprobs": 0, "prompt_logprobs": 3}, 3, 3),
+        ({"echo": True, "logprobs": 5, "prompt_logprobs": 3}, 5, 3),
+    ],
+)
+def test_an_echo_with_logprobs_asks_for_those_of_the_prompt(fields, engine, shown):
+    call = completion(**fields)
+    assert call.sampling_params().prompt_logprobs == engine
+    assert call.answer_options().prompt_logprobs == shown
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"const": None}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, ("json_schema", {"type": "object"})),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": None},
+                }
+            },
+            ("json_schema", SCHEMA),
+        ),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, ("json_schema", SCHEMA)),
+        ({"structured_outputs": {"json": "{}"}}, ("json_schema", "{}")),
+        ({"structured_outputs": {"json_object": True}}, ("json_schema", {"type": "object"})),
+        ({"structured_outputs": {"regex": "a+"}}, ("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, ("choice", ["a", "b"])),
+        ({"structured_outputs": {"grammar": "start: x"}}, ("grammar", "start: x")),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
+            ("regex", "a"),
+        ),
+    ],
+)
+def test_the_form_of_an_answer_is_asked_for_in_openais_or_vllms_way(fields, constraint):
+    expected = None if constraint is None else Constraint(*constraint)
+    assert completion(**fields).constraint() == chat(**fields).constraint() == expected
 
 
 def test_defaults_are_openais():
@@ -84,6 +162,7 @@ def test_a_prompt_is_a_text_or_ids_or_a_list_of_either(prompt, prompts):
         ({"prompt": [1, True]}, "prompt", "must be a string"),
         ({"prompt": [1, 2.0]}, "prompt", "must be a string"),
         ({"max_tokens": -1}, "max_tokens", "max_tokens=-1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "max_tokens=8"),
         ({"max_tokens": "5"}, "max_tokens", "valid integer"),
         ({"max_tokens": True}, "max_tokens", "valid integer"),
         ({"temperature": "hot"}, "temperature", "valid number"),
@@ -96,19 +175,54 @@ def test_a_prompt_is_a_text_or_ids_or_a_list_of_either(prompt, prompts):
         ({"stop": ""}, "stop", "empty"),
         ({"stop": ["a", 5]}, "stop", r"stop\[1\]"),
         ({"stop_token_ids": "x"}, "stop_token_ids", "list"),
-        ({"n": 2}, "n", "n is not supported"),
-        ({"n": True}, "n", "n is not supported"),
         ({"stream": "yes"}, "stream", "boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options", r"stream_options\.x"),
         ({"best_off": 1}, "best_off", "unknown field 'best_off'"),
         ({"messages": HELLO}, "messages", "unknown field"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
-        ({"frequency_penalty": False}, "frequency_penalty", "not supported"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-        ({"logprobs": 0}, "logprobs", "not supported"),
-        ({"echo": True}, "echo", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"n": 0}, "n", "n=0"),
+        ({"n": 129}, "n", "n=129"),
+        ({"n": True}, "n", "valid integer"),
+        ({"n": 2, "best_of": 3}, "best_of", "best_of=3 is not n=2"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty=2.5"),
+        ({"frequency_penalty": False}, "frequency_penalty", "valid number"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty=0"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "'-1' is no token id"),
+        ({"logit_bias": {"5": "a"}}, "logit_bias", r"logit_bias\.5: .*valid number"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "101"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "twice"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "empty"),
+        ({"bad_words": [""]}, "bad_words", "empty"),
+        ({"logprobs": 21}, "logprobs", "logprobs=21"),
+        ({"logprobs": True}, "logprobs", "valid integer"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "prompt_logprobs=-1"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "without stream"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
+        ({"priority": 1}, "priority", "priority=1"),
+        ({"request_id": ""}, "request_id", "at least 1"),
+        ({"request_id": "a\n"}, "request_id", "unprintable"),
+        ({"cache_salt": ""}, "cache_salt", "at least 1"),
+        ({"guided_json": {}}, "guided_json", 'use structured_outputs {"json": ...}'),
+        ({"guided_choice": ["a"]}, "guided_choice", 'structured_outputs {"choice"'),
+        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported here"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice is not supported here"),
+        ({"response_format": {"type": "xml"}}, "response_format", r"response_format\.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}},
+            "response_format",
+            "json_schema",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs", "0 constraints"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "2 con"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "send one",
+        ),
     ],
 )
 def test_a_bad_field_is_refused_by_name(fields, param, said):
@@ -118,17 +232,34 @@ def test_a_bad_field_is_refused_by_name(fields, param, said):
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "param", "said"),
     [
-        {"presence_penalty": 0},
-        {"presence_penalty": 0.0, "frequency_penalty": 0},
-        {"repetition_penalty": 1.0, "min_tokens": 0, "best_of": 1, "n": 1},
-        {"logit_bias": {}, "echo": False, "suffix": None, "tools": [], "logprobs": False},
-        {"response_format": {"type": "text"}},
-        {"user": "me", "metadata": {"a": 1}},
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+        ({"top_logprobs": 3}, "top_logprobs", "only with logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"logprobs": 1}, "logprobs", "valid boolean"),
+        ({"echo": True}, "echo", "echo is not supported"),
+        ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs", "valid dictionary"),
     ],
 )
-def test_unimplemented_fields_pass_when_they_would_change_nothing(fields):
+def test_a_bad_field_of_a_conversation_is_refused_by_name(fields, param, said):
+    with pytest.raises(InvalidRequest, match=said) as refused:
+        chat(**fields).sampling_params()
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1},
+        {"min_tokens": 0, "n": 1, "priority": 0, "best_of": None},
+        {"logit_bias": {}, "echo": False, "suffix": None, "tools": [], "tool_choice": "none"},
+        {"user": "me", "metadata": {"a": 1}, "store": True},
+    ],
+)
+def test_fields_that_change_nothing_pass(fields):
     assert completion(**fields) == completion()
 
 

@@ -63,6 +63,7 @@ def test_without_flags_the_records_own_defaults_hold():
         (["--port", "0"], "server.port", 0),
         (["--api-key", "a", "--api-key", "b"], "server.api_keys", ("a", "b")),
         (["--chat-template", "{{ messages }}"], "server.chat_template", "{{ messages }}"),
+        (["--trust-request-chat-template"], "server.trust_request_chat_template", True),
         (["--max-queued-requests", "5"], "server.max_queued_requests", 5),
         (["--shutdown-grace", "2.5"], "server.shutdown_grace_s", 2.5),
         (["--metrics-prefix", "vllm"], "server.metrics_prefix", "vllm"),

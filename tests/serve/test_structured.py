@@ -216,6 +216,12 @@ def test_a_hostile_constraint_is_compiled_or_refused_soon_and_each_token_is_boun
             break
 
 
+def test_a_model_without_an_end_token_refuses_constraints():
+    endless = Grammars(BYTE_LEVEL, vocab_size=VOCAB, eos_token_ids=())
+    with pytest.raises(InvalidRequest, match="no token that ends"):
+        compiled("regex", "a", endless)
+
+
 async def test_a_constraint_that_takes_too_long_is_refused():
     with pytest.raises(InvalidRequest, match="not compiled in 0 s"):
         await grammars(timeout_s=0.0).compile(Constraint("regex", "a"), "structured_outputs")

@@ -49,7 +49,7 @@ def test_a_conversation_is_rendered_by_the_template_and_its_marks_become_single_
     assert text.render_chat(HELLO, add_generation_prompt=False) == prompt.removesuffix(
         "<|im_start|>assistant\n"
     )
-    ids = text.encode_chat(HELLO)
+    ids = text.encode(prompt, add_special_tokens=False)
     assert ids.count(TOKENIZER.token_to_id("<|im_start|>")) == 2
     assert text.decode(ids) == prompt
 
@@ -73,7 +73,7 @@ def test_a_template_may_use_loop_controls_json_the_date_and_special_tokens():
 
 def test_a_model_without_a_template_refuses_conversations_and_says_what_to_do():
     with pytest.raises(InvalidRequest, match="--chat-template") as refused:
-        text_with(None).encode_chat(HELLO)
+        text_with(None).render_chat(HELLO)
     assert refused.value.param == "messages"
 
 
@@ -90,6 +90,48 @@ def test_a_model_without_a_template_refuses_conversations_and_says_what_to_do():
 def test_what_a_template_raises_is_the_conversations_fault(template, said):
     with pytest.raises(InvalidRequest, match=said):
         text_with(template).render_chat(HELLO)
+
+
+CONVERSATION = [*HELLO, {"role": "assistant", "content": "Sure: {"}]
+
+
+@pytest.mark.parametrize(
+    "template", [CHAT_TEMPLATE, CHAT_TEMPLATE.replace("message['content']", "message.content|trim")]
+)
+@pytest.mark.parametrize("said", ["Sure: {", " two  ", "hello", "user", ""])
+def test_a_final_message_is_continued_right_after_what_it_says(template, said):
+    messages = [*HELLO, {"role": "assistant", "content": said}]
+    rendered = text_with(template).render_chat(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+    shown = said.lstrip() if "trim" in template else said
+    assert rendered == f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n{shown}"
+    assert messages[-1]["content"] == said
+
+
+def test_a_template_that_hides_the_final_message_cannot_continue_it():
+    with pytest.raises(InvalidRequest, match="does not show the last message") as refused:
+        text_with("{{ messages[0].content }}").render_chat(
+            CONVERSATION, continue_final_message=True
+        )
+    assert refused.value.param == "continue_final_message"
+
+
+def test_a_template_may_read_variables_but_none_of_the_servers_own():
+    text = text_with("{{ mode }}{{ bos_token }}", special_tokens={"bos_token": "<b>"})
+    assert text.render_chat(HELLO, variables={"mode": "x"}) == "x<b>"
+    for name in ("messages", "tools", "bos_token", "add_generation_prompt"):
+        with pytest.raises(InvalidRequest, match=name) as refused:
+            text.render_chat(HELLO, variables={name: "x"})
+        assert refused.value.param == "chat_template_kwargs"
+
+
+def test_another_template_may_replace_the_models_and_must_parse():
+    text = text_with(None)
+    assert text.render_chat(HELLO, template="{{ messages[0].content }}!") == "hello!"
+    with pytest.raises(InvalidRequest, match="line 1") as refused:
+        text.render_chat(HELLO, template="{% if %}")
+    assert refused.value.param == "chat_template"
 
 
 def test_a_template_that_does_not_parse_does_not_boot():
