@@ -46,11 +46,11 @@ class PrefixCache:
     def match(self, request: Request) -> list[int]:
         """Blocks that hold the first tokens of a request which holds none, its last token left out.
 
-        A request that reports its prompt's log probabilities has to compute them, so it takes none.
+        A request that owes its prompt's log probabilities has to compute them, so it takes none.
         """
         if not request.chain and (self._enabled or request.group is not None):
             request.chain.append(self._root(request))
-        if not request.chain or request.params.prompt_logprobs is not None:
+        if not request.chain or request.scores_prompt:
             return []
         blocks: list[int] = []
         for i in range(1, (request.num_tokens - 1) // self._pool.block_size + 1):
@@ -73,7 +73,7 @@ class PrefixCache:
         request.num_computed = len(blocks) * self._pool.block_size
         if request.first_scheduled_at is None:
             request.num_cached_tokens = request.num_computed
-            if request.chain and request.params.prompt_logprobs is None:
+            if request.chain and not request.scores_prompt:
                 self.num_queries += request.num_tokens
                 self.num_hits += request.num_computed
 

@@ -183,13 +183,15 @@ def test_a_request_that_reports_its_prompts_log_probabilities_computes_all_and_g
     assert start_of(loop, loop.add(tokens(30))) == 24
 
 
-def test_a_preempted_request_finds_its_own_blocks_and_that_is_no_hit_to_anyone():
+@pytest.mark.parametrize("prompt_logprobs", [None, 2])  # reported with the first token
+def test_a_preempted_request_finds_its_own_blocks_and_that_is_no_hit_to_anyone(prompt_logprobs):
+    params = SamplingParams(prompt_logprobs=prompt_logprobs)
     loop = caching(num_blocks=1 + 6, max_num_batched_tokens=72)
-    loop.add(tokens(2 * Z - 2), 20)
-    victim = loop.add(tokens(2 * Z - 2, 50), 20)
+    loop.add(tokens(2 * Z - 2), 20, params=params)
+    victim = loop.add(tokens(2 * Z - 2, 50), 20, params=params)
     loop.run(RequestState.PREEMPTED, victim)
     looked_up = counts(loop)
-    assert looked_up == (2 * (2 * Z - 2), 0)
+    assert looked_up == (0 if prompt_logprobs else 2 * (2 * Z - 2), 0)
     # The older one takes two blocks more, the victim's last two of three.
     assert start_of(loop, victim) == Z
     assert counts(loop) == looked_up
