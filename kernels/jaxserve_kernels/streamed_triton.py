@@ -19,7 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jaxserve_kernels.arguments import NARROW, Extras
+from jaxserve_kernels.streamed_triton_prefill import paged_prefill
 from jaxserve_kernels.tiling import DecodePlan, decode_plan
+from jaxserve_kernels.widening import check_pool, float8_unit, widened
+
+__all__ = ["paged_attention", "paged_prefill"]
 
 _LOG2_E = math.log2(math.e)
 # Below every score, and finite: the difference of two peaks is never NaN.
@@ -84,16 +88,6 @@ def _span(length: jax.Array, options: _Options) -> _Span:
     return _Span(first, length, start, end, per_split)
 
 
-def _widened(x: jax.Array, options: _Options) -> jax.Array:
-    """Values of a pool as the products take them: times ``options.float8_unit`` for float8."""
-    if x.dtype != jnp.float8_e4m3fn or options.float8_unit == 1:
-        return x.astype(options.compute)
-    # A float16 of the same bits, exponent at the low end: 2**8 too small, exactly.
-    bits = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
-    bits = (bits & -(2**15)) | ((bits & 0x7F) << 7)
-    return lax.bitcast_convert_type(bits, jnp.float16).astype(options.compute)
-
-
 def _fold_tile(
     index: jax.Array,
     sums: _Sums,
@@ -121,8 +115,12 @@ def _fold_tile(
     # What is not seen is not read: whatever memory holds there, NaN included, becomes zero.
     mask = seen[:, None] & (lane < H)[None]
     zero = jnp.zeros((), k_ref.dtype)
-    k_WH = _widened(plt.load(k_ref.at[at], mask=mask, other=zero), options)
-    v_WH = _widened(plt.load(v_ref.at[at], mask=mask, other=zero), options)
+    k_WH = widened(
+        plt.load(k_ref.at[at], mask=mask, other=zero), options.compute, options.float8_unit
+    )
+    v_WH = widened(
+        plt.load(v_ref.at[at], mask=mask, other=zero), options.compute, options.float8_unit
+    )
 
     dot = partial(plt.dot, precision=lax.Precision.HIGHEST)
     scores = dot(q_GH, k_WH, trans_b=True) * factor
@@ -265,37 +263,13 @@ def _merge_kernel(
     plt.store(out_ref.at[at_out], result.astype(out_ref.dtype), mask=lane < H)
 
 
-def _check(head_size: int, pool: jax.Array) -> None:
-    """Raise NotImplementedError for what the kernel cannot do."""
-    if head_size % 16 or head_size > 256:
-        raise NotImplementedError(f"head size {head_size} is no multiple of 16 up to 256")
-    # Pallas takes 32-bit offsets up to 2**32 bytes, and elements of a byte pass 2**31 before that.
-    if pool.dtype.itemsize == 1 and 2**31 < pool.size <= 2**32:
-        raise NotImplementedError(
-            f"a pool of {pool.size} elements of {pool.dtype} is between 2**31 and 2**32"
-        )
-
-
-def _converts_float8(interpret: bool) -> bool:
-    """Whether the target has instructions for it: Ada and Hopper, not Ampere."""
-    if interpret:
-        return True
-    try:
-        return plt.get_gpu_info().compute_capability >= 89
-    except (AttributeError, ValueError):  # not in jax 0.10, and no GPU said which
-        return False
-
-
 def _compute_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
     """What both products take: exact for the pool's values and, up to a factor, the query's."""
     if pool_dtype.name not in NARROW:
-        return jnp.promote_types(q_dtype, pool_dtype)
-    # Every int8 is a bfloat16; float8 becomes float16 in one instruction for two.
-    return (
-        jnp.dtype(jnp.float16)
-        if (q_dtype, pool_dtype.name) == (jnp.bfloat16, "float8_e4m3fn")
-        else q_dtype
-    )
+        return q_dtype if q_dtype == pool_dtype else jnp.dtype(jnp.float32)
+    if pool_dtype == jnp.float8_e4m3fn and q_dtype == jnp.bfloat16:
+        return jnp.dtype(jnp.float16)  # one instruction converts two values, for bfloat16 four
+    return q_dtype
 
 
 def paged_attention(
@@ -314,14 +288,13 @@ def paged_attention(
     """See :func:`jaxserve_kernels.paged_attention`."""
     B, N, H = q_BNH.shape
     _, K, Z, _ = k_pool_CKZH.shape
-    _check(H, k_pool_CKZH)
-    float8 = k_pool_CKZH.dtype == jnp.float8_e4m3fn
+    check_pool(k_pool_CKZH)
     compute = _compute_dtype(q_BNH.dtype, k_pool_CKZH.dtype)
     width = block_tables_BP.shape[1] * Z
     plan = decode_plan(
         B * K, width if window is None else min(width, window), N // K, H, compute.itemsize
     )
-    unit = 2**8 if float8 and not _converts_float8(interpret) else 1
+    unit = float8_unit(k_pool_CKZH.dtype, interpret)
     options = _Options(scale, window, soft_cap, plan, compute, unit)
     out_shape = jax.ShapeDtypeStruct((B, N, H), q_BNH.dtype)
     per_head = jax.ShapeDtypeStruct((B, K, plan.splits, N // K), jnp.float32)

@@ -80,8 +80,6 @@ def test_a_wrong_argument_is_named_with_both_numbers(op, wrong, message):
 @pytest.mark.parametrize("op", [paged_attention, paged_prefill])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_name_of_an_implementation_runs(op, implementation):
-    if op is paged_prefill and implementation == "streamed_triton":
-        pytest.skip("streamed_triton reads decode rows only")
     arguments = good(op)
     q = arguments["q_BNH" if op is paged_attention else "q_TNH"]
     out = jax.eval_shape(lambda: op(**arguments, implementation=implementation))
