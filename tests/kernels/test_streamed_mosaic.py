@@ -1,8 +1,13 @@
-"""The Hopper kernel: interpreted with a look for races, and what it refuses."""
+"""The Hopper kernel: interpreted with a look for races, refused, compiled for an absent H200."""
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +16,16 @@ import pytest
 from jaxserve_kernels import reference, streamed_mosaic
 from jaxserve_kernels.arguments import Extras
 
+ROOT = Path(__file__).parents[2]
 WILD_ID = 2**31 - 1
 
 needs_newer_jax = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2),
     reason=f"NOT CHECKED, the kernel needs jax 0.11.2 (Python 3.12), this is {jax.__version__}",
+)
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="NOT CHECKED, the kernel is compiled with pip install -e '.[test,cross]' only",
 )
 
 
@@ -184,3 +194,61 @@ def test_what_the_kernel_cannot_do_is_refused_with_the_number(asked, message):
 def test_an_older_jax_is_refused_by_its_version():
     with pytest.raises(NotImplementedError, match=re.escape(f"jax {jax.__version__} is older")):
         trace("NVIDIA H200")
+
+
+# ---- compiled for an absent H200 ---------------------------------------------------------------
+
+# In a process of its own, since what Mosaic dumps it reads from the environment.
+COMPILE = """
+import sys
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxserve.runtime.cross_compile import absent_gpu
+from jaxserve.runtime.targets import load_target
+from jaxserve_kernels import streamed_mosaic
+from jaxserve_kernels.arguments import Extras
+
+size, group = map(int, sys.argv[1:])
+mesh = absent_gpu(load_target("h200").text)
+
+def spec(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+pool = spec(jnp.bfloat16, 4096, 8, 16, size)
+arguments = (
+    spec(jnp.bfloat16, 8, 8 * group, size), pool, pool, spec(jnp.int32, 8, 512), spec(jnp.int32, 8)
+)
+options = {"scale": 0.1, "window": 1000, "soft_cap": 30.0, "interpret": False}
+extras = Extras(None, None, None)
+with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    jax.jit(
+        lambda *arrays: streamed_mosaic.paged_attention(*arrays, extras, **options)
+    ).lower(*arguments).compile()
+"""
+
+
+@needs_newer_jax
+@needs_compiler
+@pytest.mark.parametrize(
+    ("head_size", "group", "resident"), [(64, 8, 2), (128, 8, 2), (256, 32, 1)]
+)
+def test_it_compiles_without_spills_and_a_multiprocessor_holds_as_many_programs(
+    head_size, group, resident, tmp_path
+):
+    switches = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": str(tmp_path)}
+    switches |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_RESOURCES": "1"}
+    run = [sys.executable, "-c", COMPILE, str(head_size), str(group)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        run, env=os.environ | switches | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (figures,) = (file.read_text() for file in tmp_path.glob("*.ptxas"))
+    (resources,) = (file.read_text() for file in tmp_path.glob("*.resources.txt"))
+    assert "0 bytes spill stores, 0 bytes spill loads" in figures
+    registers = int(re.search(r"Used (\d+) registers", figures)[1])
+    shared = int(re.search(r"smem_scratch_bytes=(\d+)", resources)[1])
+    # Of an H200's multiprocessor: 65536 registers, two warpgroups a program; 228 KiB, 1 reserved.
+    fit = min(65536 // (256 * 8 * -(-registers // 8)), 228 * 1024 // (shared + 1024 + 256))
+    assert fit == resident
