@@ -103,6 +103,58 @@ async def test_greedy_text_is_that_of_transformers(server):
         assert text == tokenizer.decode(ids, skip_special_tokens=False), case["text"]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 40},
+        "country": {"enum": ["France", "Spain"]},
+        "capital": {"type": "boolean"},
+    },
+    "required": ["city", "country", "capital"],
+    "additionalProperties": False,
+}
+
+
+async def test_choices_forms_and_log_probabilities_are_what_they_say(server):
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
+    async with AsyncOpenAI(base_url=server, api_key="none", max_retries=0) as client:
+        model = (await client.models.list()).data[0].id
+
+        async def score(text):
+            scored = await client.completions.create(
+                model=model, prompt=text, echo=True, logprobs=1, max_tokens=0
+            )
+            return sum(scored.choices[0].logprobs.token_logprobs[1:])
+
+        ask = client.chat.completions.create
+        formed, drawn, right, wrong = await asyncio.gather(
+            ask(model=model, messages=QUESTION, n=3, seed=1, response_format=form),
+            ask(
+                model=model,
+                messages=QUESTION,
+                n=2,
+                seed=1,
+                max_completion_tokens=20,
+                logprobs=True,
+                top_logprobs=2,
+            ),
+            score("The capital of France is Paris"),
+            score("The capital of France is zebra"),
+        )
+    for choice in formed.choices:
+        place = json.loads(choice.message.content)
+        assert place.keys() == {"city", "country", "capital"}
+        assert isinstance(place["city"], str)
+        assert place["country"] in ("France", "Spain")
+        assert isinstance(place["capital"], bool)
+        assert choice.finish_reason == "stop"
+    for choice in drawn.choices:
+        said = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
+        assert said.decode("utf-8", "replace").removesuffix("<|im_end|>") == choice.message.content
+        assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+    assert right > wrong
+
+
 async def test_after_all_that_every_block_is_free_and_nothing_waits(server):
     async with httpx.AsyncClient(base_url=server.removesuffix("/v1")) as client:
         lines = (await client.get("/metrics")).text.splitlines()
