@@ -20,7 +20,7 @@ from jaxserve.serve.responses import error_body
 
 T = TypeVar("T")
 
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 
 
 class BodyTooLarge(RequestRefused):
@@ -126,7 +126,7 @@ class ApiKeys:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._knows(scope):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
             await self._app(scope, receive, send)
             return
         body = error_body(

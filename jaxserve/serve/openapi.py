@@ -9,6 +9,9 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, Field
 
+from jaxserve.serve.http import OPEN_PATHS
+from jaxserve.serve.records import Record
+
 _REFERENCE = "#/components/schemas/{model}"
 _WHY = {
     400: "A field has a value that cannot be.",
@@ -47,7 +50,7 @@ def answers(schema: Mapping[str, Any], *, streams: bool = False) -> dict[int | s
     """The 200 of a route: a JSON object, and events where the request asks for a stream."""
     content: dict[str, Any] = {"application/json": {"schema": dict(schema)}}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}
     return {200: {"description": "OK", "content": content}}
 
 
@@ -88,24 +91,46 @@ CHAT_COMPLETION = generated(
 
 def body(kind: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     """The ``openapi_extra`` of a route that reads its body itself."""
-    schema = kind.model_json_schema(ref_template=_REFERENCE)
-    schema.pop("$defs", None)
-    content = {"application/json": {"schema": schema}}
+    content = {"application/json": {"schema": _schemas(kind)[0]}}
     return {"requestBody": {"required": required, "content": content}}
 
 
+def _schemas(kind: type[BaseModel]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema of a body, and those it refers to, by name.
+
+    pydantic does not know that null stands for an absent field, nor the fields that are accepted
+    with values that change nothing.
+    """
+    schema = kind.model_json_schema(ref_template=_REFERENCE)
+    parts = schema.pop("$defs", {})
+    for part in (schema, *parts.values()):
+        for name, value in part.get("properties", {}).items():
+            if name not in part.get("required", ()):
+                part["properties"][name] = {"anyOf": [value, {"type": "null"}]}
+    if issubclass(kind, Record):
+        schema["properties"] |= {name: {} for name in sorted(kind.ignored)}
+        for name, values in kind.neutral.items():
+            schema["properties"].setdefault(name, {"enum": [*values, None]})
+    return schema, parts
+
+
 def document(app: FastAPI, bodies: Mapping[str, type[BaseModel]], keyed: bool) -> dict[str, Any]:
-    """The whole document; ``bodies`` are the records that bodies refer to."""
+    """The whole document; ``bodies`` are the records that bodies refer to.
+
+    ``keyed``: all but the open paths ask for an api key.
+    """
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
     components = found.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for kind in bodies.values():
-        schemas |= kind.model_json_schema(ref_template=_REFERENCE).get("$defs", {})
+        schemas |= _schemas(kind)[1]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    for path in found["paths"].values():
-        for operation in path.values():
+    for path, operations in found["paths"].items():
+        for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's own; ours are 400
+            if path in OPEN_PATHS:
+                operation["security"] = []
     if keyed:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"key": []}]
