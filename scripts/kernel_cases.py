@@ -6,10 +6,11 @@ Reads cases as JSON from standard input, all of one target, and prints the ledge
 from __future__ import annotations
 
 import math
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,24 +25,25 @@ from kernel_metrics import limits, load_bits, resident_programs
 from jaxserve.runtime.cross_compile import absent_gpu
 from jaxserve.runtime.ptxas import assembler_release, hand_written, kernel_figures
 from jaxserve.runtime.targets import GpuTarget, load_target
-from jaxserve.runtime.thunks import list_launches
+from jaxserve.runtime.thunks import Launch, list_launches
 
-# A Llama 3 model's heads at 64 rows of up to 8k tokens. The number of blocks is a prime, which
-# divides the size of no other array.
+# A Llama 3 model's heads and rows of up to 8k tokens. The number of blocks is a prime, so that no
+# other array has as many elements as a pool.
 _HEADS, _KV_HEADS = 32, 8
-_ROWS, _BLOCKS_A_ROW, _BLOCK_SIZE, _BLOCKS = 64, 512, 16, 4099
-_PREFILL_TOKENS, _SEGMENTS = 2048, 8
+_BLOCKS_A_ROW, _BLOCK_SIZE, _BLOCKS = 512, 16, 4099
+_SEGMENTS = 8
 _NARROW = ("float8_e4m3fn", "int8")
 _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """One compilation: an operation by an implementation, the pool's dtype, the head size."""
+    """One compilation: an operation on ``tokens`` by an implementation, the pool's dtype."""
 
     target: str
     operation: str
     implementation: str
+    tokens: int
     dtype: str
     head_size: int
 
@@ -52,12 +54,14 @@ class Line:
 
     ``spill_bytes`` are stores and loads together, ``shared_bytes`` fixed and asked for at launch
     together, ``resident_programs`` how many a multiprocessor holds, and ``load_bits`` the width of
-    the narrowest load from the pool; None: the kernel loads nothing from it, or by TMA.
+    the narrowest load from what the operation streams (the pool, or a product's weights); None: the
+    kernel loads nothing of it, or by TMA.
     """
 
     target: str
     operation: str
     implementation: str
+    tokens: int
     dtype: str
     head_size: int
     kernel: str
@@ -71,68 +75,80 @@ class Line:
     ptxas: str
 
     @property
-    def key(self) -> tuple[str, str, str, str, int, str]:
+    def case(self) -> Case:
+        """What was compiled."""
+        return Case(**{f.name: getattr(self, f.name) for f in fields(Case)})
+
+    @property
+    def key(self) -> tuple[Case, str]:
         """What two ledgers are joined by."""
-        case = (self.target, self.operation, self.implementation, self.dtype, self.head_size)
-        return (*case, self.kernel)
+        return self.case, self.kernel
 
     @property
     def name(self) -> str:
         """The key as people read it."""
-        return " ".join(map(str, self.key))
+        return " ".join(map(str, (*astuple(self.case), self.kernel)))
 
 
-def lowering(case: Case, sharding: jax.sharding.Sharding) -> Callable[[], jax.stages.Lowered]:
-    """A call that traces and lowers ``case``'s operation from specs."""
-    spec = partial(jax.ShapeDtypeStruct, sharding=sharding)
+@dataclass(frozen=True)
+class Operation:
+    """A function to compile, its arguments, and which of them it streams."""
+
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    streamed: jax.ShapeDtypeStruct
+
+
+def operation_of(case: Case, sharding: jax.sharding.Sharding) -> Operation:
+    """What ``case`` compiles, from specs."""
+    H, T = case.head_size, case.tokens
     narrow = case.dtype in _NARROW
-    q = spec((1, _HEADS, case.head_size), jnp.bfloat16 if narrow else case.dtype)
-    pool = spec((_BLOCKS, _KV_HEADS, _BLOCK_SIZE, case.head_size), jnp.dtype(case.dtype))
-    options: dict[str, Any] = {
-        "scale": case.head_size**-0.5,
-        "implementation": case.implementation,
-    }
+    dtype = jnp.dtype(case.dtype)
+
+    def spec(*shape: int, dtype: Any = jnp.bfloat16 if narrow else dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    ints = partial(spec, dtype=jnp.int32)
+    pool = spec(_BLOCKS, _KV_HEADS, _BLOCK_SIZE, H, dtype=dtype)
+    options: dict[str, Any] = {"scale": H**-0.5, "implementation": case.implementation}
     if narrow:
         options |= {"k_scale": 0.5, "v_scale": 0.5}
-
-    def tokens(n: int) -> jax.ShapeDtypeStruct:
-        return spec((n, *q.shape[1:]), q.dtype)
-
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
-        return spec(shape, jnp.int32)
-
     if case.operation == "decode":
-        operation = paged_attention
-        rest = (ints(_ROWS, _BLOCKS_A_ROW), ints(_ROWS))
-        q = tokens(_ROWS)
-    else:
-        operation = paged_prefill
-        rest = (ints(_SEGMENTS, _BLOCKS_A_ROW), ints(_SEGMENTS), ints(_SEGMENTS + 1))
-        q = tokens(_PREFILL_TOKENS)
-    return lambda: jax.jit(partial(operation, **options)).lower(q, pool, pool, *rest)
+        lists = (ints(T, _BLOCKS_A_ROW), ints(T))
+        call = partial(paged_attention, **options)
+        return Operation(call, (spec(T, _HEADS, H), pool, pool, *lists), pool)
+    assert case.operation == "prefill", case
+    lists = (ints(_SEGMENTS, _BLOCKS_A_ROW), ints(_SEGMENTS), ints(_SEGMENTS + 1))
+    call = partial(paged_prefill, **options)
+    return Operation(call, (spec(T, _HEADS, H), pool, pool, *lists), pool)
 
 
 def measure_case(case: Case, target: GpuTarget, mesh: jax.sharding.Mesh) -> Iterator[Line]:
     """Compile one case and yield a line for each hand-written kernel in it."""
+    operation = operation_of(case, NamedSharding(mesh, PartitionSpec()))
     with tempfile.TemporaryDirectory(prefix="jaxserve-kernel-") as scratch:
-        dump = Path(scratch)
-        lower = lowering(case, NamedSharding(mesh, PartitionSpec()))
+        dump, mosaic = Path(scratch) / "xla", Path(scratch) / "mosaic"
+        mosaic.mkdir()
+        os.environ["MOSAIC_GPU_DUMP_TO"] = str(mosaic)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = lower()
+            lowered = jax.jit(operation.call).lower(*operation.arguments)
         compiled = lowered.compile(
-            compiler_options={"xla_dump_to": scratch, "xla_dump_emitter_re": "ptx"}
+            compiler_options={"xla_dump_to": str(dump), "xla_dump_emitter_re": "ptx"}
         )
         hlo = compiled.as_text() or ""
         (thunks,) = dump.glob("*.thunk_sequence.txt")
         launches = {k.name: k for k in list_launches(thunks.read_text())}
-        ptx = sorted(dump.glob("*.ptx"))
-        kernels = kernel_figures(ptx, hand_written(hlo))
-        if not kernels:
-            raise RuntimeError(f"{case}: no figures of its kernels {hand_written(hlo)}")
-        text = "".join(file.read_text() for file in ptx)
+        launches |= {k.name: k for k in map(_mosaic_launch, mosaic.glob("*.ptx"))}
+        ptx = sorted((*dump.glob("*.ptx"), *mosaic.glob("*.ptx")))
+        names = {name for name in launches if name in hand_written(hlo) or _MOSAIC in name}
+        kernels = kernel_figures(ptx, names)
+        text = "\n".join(file.read_text() for file in ptx)
+    if not kernels:
+        raise RuntimeError(f"{case}: no figures of its kernels {sorted(hand_written(hlo))}")
     for kernel in kernels:
         launch = launches[kernel.name]
         shared = kernel.static_shared_bytes + launch.dynamic_shared_bytes
+        streamed = streamed_operands(hlo, kernel.name, operation.streamed.size)
         yield Line(
             **asdict(case),
             kernel=kernel.name,
@@ -143,22 +159,43 @@ def measure_case(case: Case, target: GpuTarget, mesh: jax.sharding.Mesh) -> Iter
             resident_programs=resident_programs(
                 limits(target), launch.threads, kernel.registers, shared
             ),
-            load_bits=load_bits(text, kernel.name, pool_operands(hlo, kernel.name)),
+            load_bits=load_bits(text, kernel.name, streamed),
             jax=jax.__version__,
             ptxas=assembler_release() or "",
         )
 
 
-def pool_operands(hlo: str, kernel: str) -> list[int]:
-    """Which operands of a kernel's call are pools, told by their number of elements."""
-    (layouts,) = {
+_MOSAIC = "_mosaic_gpu_kernel"
+
+
+def _mosaic_launch(ptx: Path) -> Launch:
+    """How a kernel that Mosaic GPU compiled is started, from what it wrote down of it."""
+    text = ptx.read_text()
+    entry, threads = re.search(r"\.entry (\w+)", text), re.search(r"\.maxntid ([\d, ]+)", text)
+    shared = re.search(r"smem_scratch_bytes=(\d+)", ptx.with_suffix(".resources.txt").read_text())
+    assert entry is not None
+    assert threads is not None
+    assert shared is not None
+    sides = [int(n) for n in threads[1].split(",")]
+    return Launch(0, "kCustomCall", entry[1], "once", (), math.prod(sides), int(shared[1]))
+
+
+def streamed_operands(hlo: str, kernel: str, elements: int) -> list[int]:
+    """Which operands of a kernel's call have so many elements; none of a Mosaic kernel's."""
+    layouts = {
         found[1]
         for line in hlo.splitlines()
         if f', name = "{kernel}"' in line
-        and (found := re.search(r"operand_layout_constraints=\{(.*?)\}, api", line))
+        and (found := re.search(r"operand_layout_constraints=\{(.*?)\}, [a-z_]+=", line))
     }
-    shapes = [[int(n) for n in dims.split(",") if n] for dims in _SHAPE.findall(layouts)]
-    return [i for i, shape in enumerate(shapes) if shape and math.prod(shape) % _BLOCKS == 0]
+    return sorted(
+        {
+            i
+            for layout in layouts
+            for i, dims in enumerate(_SHAPE.findall(layout))
+            if math.prod(int(n) for n in dims.split(",") if n) == elements
+        }
+    )
 
 
 def main() -> None:

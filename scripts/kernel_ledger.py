@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,29 @@ LEDGER = Path(__file__).parents[1] / "benchmarks" / "kernel_ledger.csv"
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8")
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 TARGETS = ("h200", "a100", "l40")
-# Mosaic GPU needs Hopper's instructions.
-KERNELS = {
-    ("decode", "streamed_triton"): TARGETS,
-}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is compiled of one implementation of one operation."""
+
+    operation: str
+    implementation: str
+    tokens: int
+    targets: tuple[str, ...] = TARGETS
+    dtypes: tuple[str, ...] = DTYPES
+    head_sizes: tuple[int, ...] = HEAD_SIZES
+
+    def cases(self) -> Iterator[Case]:
+        """The product."""
+        for target, dtype, size in product(self.targets, self.dtypes, self.head_sizes):
+            yield Case(target, self.operation, self.implementation, self.tokens, dtype, size)
+
+
+KERNELS = (
+    Kernel("decode", "streamed_triton", 64),
+    Kernel("prefill", "streamed_triton", 2048),
+)
 MAIN_SHAPES = tuple(("bfloat16", size) for size in (64, 128))
 MAIN_LOAD_BITS = 128
 WORSE = 0.10  # the share by which a figure may get worse
@@ -42,20 +61,17 @@ WORSE = 0.10  # the share by which a figure may get worse
 
 def all_cases() -> tuple[Case, ...]:
     """The whole product."""
-    return tuple(
-        Case(target, *kernel, dtype, size)
-        for kernel, targets in KERNELS.items()
-        for target in targets
-        for dtype, size in itertools.product(DTYPES, HEAD_SIZES)
-    )
+    return tuple(case for kernel in KERNELS for case in kernel.cases())
 
 
 def part_of_cases() -> tuple[Case, ...]:
     """The main shapes and a diagonal: every kernel on every target meets every dtype and size."""
-    diagonal = set(zip(itertools.cycle(DTYPES), HEAD_SIZES))
-    return tuple(
-        case for case in all_cases() if (case.dtype, case.head_size) in diagonal | set(MAIN_SHAPES)
-    )
+    part = set(MAIN_SHAPES)
+    for kernel in KERNELS:
+        longer = max(len(kernel.dtypes), len(kernel.head_sizes))
+        pairs = zip(cycle(kernel.dtypes), cycle(kernel.head_sizes), strict=False)
+        part |= set(islice(pairs, longer))
+    return tuple(case for case in all_cases() if (case.dtype, case.head_size) in part)
 
 
 def measure(cases: Iterable[Case], workers: int, progress: bool = False) -> tuple[Line, ...]:
@@ -104,7 +120,7 @@ def _worse(before: Line | None, now: Line) -> Iterator[str]:
         yield f"no multiprocessor has {now.shared_bytes} bytes of shared memory for it"
     main = (now.dtype, now.head_size) in MAIN_SHAPES
     if main and now.load_bits is not None and now.load_bits < MAIN_LOAD_BITS:
-        yield f"loads the pool {now.load_bits} bits at a time, must be {MAIN_LOAD_BITS}"
+        yield f"streams {now.load_bits} bits at a time, must be {MAIN_LOAD_BITS}"
     if before is None:
         yield "is not in the ledger; run scripts/kernel_ledger.py"
         return
