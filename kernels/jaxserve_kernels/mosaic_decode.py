@@ -139,7 +139,13 @@ def _copy_tiles(k_ref: Any, v_ref: Any, place: _Place, scratch: _Scratch) -> Non
     def copy_split(i: jax.Array, count: jax.Array) -> jax.Array:
         return lax.fori_loop(*place.tiles(i), copy_tile, count)
 
-    lax.fori_loop(0, place.splits, copy_split, jnp.int32(0))
+    count = lax.fori_loop(0, place.splits, copy_split, jnp.int32(0))
+    for slot in range(stages):  # a program ends when both warpgroups have seen every phase
+
+        @pl.when(slot < count)
+        def _() -> None:
+            plgpu.barrier_wait(scratch.k_free.at[slot])
+            plgpu.barrier_wait(scratch.v_free.at[slot])
 
 
 def _silence(tile_WH: Any, first: jax.Array, end: jax.Array) -> None:
@@ -303,7 +309,7 @@ def decode_sums(
     """What each split of each row leaves: [B, K, S, X] twice and [B, K, S, X, H], S ``splits``.
 
     X is the query group rounded up to 8; queries past the group, and splits that a row does not
-    have, hold anything. Interpreted, it looks for races between the warpgroups and raises at one.
+    have, hold anything. Interpreted, it looks for races between the warpgroups and the copies.
     """
     (B, N, H), dtype = q_BNH.shape, q_BNH.dtype
     K, Z = k_pool_CKZH.shape[1:3]
