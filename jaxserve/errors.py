@@ -10,6 +10,7 @@ JaxserveError
 │   └── BootUnsound               steps of the boot out of order, or a report that is not true
 ├── RequestRefused                one request is turned away; the engine goes on
 │   ├── InvalidRequest            400: a field has a value that cannot be
+│   │   └── InvalidWeights        400: an update of the weights does not fit the model
 │   ├── UnknownModel              404
 │   ├── QueueFull                 429
 │   ├── RequestTimeout            504: it ran longer than a request may
@@ -72,6 +73,10 @@ class RequestRefused(JaxserveError):
 
 class InvalidRequest(RequestRefused):
     """A field has a value that cannot be."""
+
+
+class InvalidWeights(InvalidRequest):
+    """New weights do not fit the model that runs; nothing has changed."""
 
 
 class UnknownModel(RequestRefused):

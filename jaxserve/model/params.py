@@ -56,7 +56,8 @@ def stacks_layers(platform: str) -> bool:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _insert(stacked: LayerParams, layer: LayerParams, index: jax.Array) -> LayerParams:
+def insert_layer(stacked: LayerParams, layer: LayerParams, index: jax.Array) -> LayerParams:
+    """``stacked``, donated, with ``layer`` as its layer ``index``."""
     return jax.tree.map(lambda all_L, one: all_L.at[index].set(one), stacked, layer)
 
 
@@ -66,7 +67,7 @@ def stack_layers(layers: Iterable[LayerParams], num_layers: int) -> LayerParams:
     for i, layer in enumerate(layers):
         if stacked is None:
             stacked = jax.tree.map(lambda a: jnp.zeros((num_layers, *a.shape), a.dtype), layer)
-        stacked = _insert(stacked, layer, jnp.int32(i))
+        stacked = insert_layer(stacked, layer, jnp.int32(i))
     assert stacked is not None  # a model has a layer
     return stacked
 

@@ -2,76 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxserve.config import EngineConfig, ModelConfig, SamplingParams
-from jaxserve.errors import EngineDead, InvalidRequest
-from jaxserve.plan.batch import PrefillBatch, Scores
+from jaxserve.errors import (
+    EngineDead,
+    InvalidRequest,
+    InvalidWeights,
+    NotReady,
+    RequestRefused,
+)
 from jaxserve.plan.buckets import DecodeBuckets, DecodeShape, PrefillBuckets
 from jaxserve.plan.gates import check_switches
+from jaxserve.runtime.flight import Flight, ModelRunner, Pending
 from jaxserve.runtime.stats import Totals
 from jaxserve.sched.audit import audit_scheduler
 from jaxserve.sched.masks import build_rules, pack_masks
 from jaxserve.sched.outputs import EngineStats, FinishReason, RequestUpdate, TokenLogprobs
 from jaxserve.sched.pack import pack_counts, pack_new_blocks, pack_permutation, pack_prefill
 from jaxserve.sched.request import Request, TokenMask, seed_key
-from jaxserve.sched.scheduler import Chunk, Schedule, Scheduler
-from jaxserve.sched.scores import collect_prompt_logprobs, token_logprobs
+from jaxserve.sched.scheduler import Schedule, Scheduler
 
+OnUpdate = Literal["keep", "recompute", "abort"]
+"""What becomes of running requests when the weights change."""
 
-class Pending(Protocol):
-    """What a dispatched step drew; reading blocks until the device is done."""
-
-    def read(self) -> np.ndarray:
-        """int32 tokens, one a row or segment."""
-        ...
-
-    def read_scores(self) -> Scores:
-        """Their scores, zeros where nobody asked."""
-        ...
-
-    def read_prompt_scores(self) -> Scores:
-        """The scores of a prefill's targets, one a token of the batch."""
-        ...
-
-
-class ModelRunner(Protocol):
-    """The device: calls return once dispatched, and the device keeps their order."""
-
-    def permute_rows(self, sources_B: np.ndarray) -> None:
-        """Row b takes the state of row sources_B[b]; -1 empties it."""
-        ...
-
-    def write_counts(self, row: int, counts_V: np.ndarray) -> None:
-        """Replace the token counts of a row, before the prefill that seats a request there."""
-        ...
-
-    def decode(
-        self, shape: DecodeShape, new_blocks_B: np.ndarray, mask_BW: np.ndarray | None
-    ) -> Pending:
-        """One token for each of the first ``shape.rows`` rows."""
-        ...
-
-    def prefill(self, batch: PrefillBatch) -> Pending:
-        """One chunk of packed prompts; a token a segment."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A dispatched iteration that is not read back."""
-
-    schedule: Schedule
-    shape: DecodeShape | None
-    decode: Pending | None
-    prefill: Pending | None
+OnSleep = Literal["keep", "refuse"]
+"""What becomes of requests when the engine sleeps."""
 
 
 class Engine:
@@ -117,9 +80,10 @@ class Engine:
         self._ruled: set[str] = set()  # those whose draws are limited, and those that want scores:
         self._scored: set[str] = set()  # while nobody does, an iteration looks at no row for it
         self._ended: list[RequestUpdate] = []  # outside a commit
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._read_at: float | None = None  # when the iteration before was read; None: idle
         self._fault: BaseException | None = None
+        self._asleep: OnSleep | None = None
 
     def add_request(
         self,
@@ -138,6 +102,8 @@ class Engine:
         choices of one answer, share their prompt's blocks even where prefix caching is off.
         """
         self._check_alive()
+        if self._asleep == "refuse":
+            raise NotReady("the engine sleeps and takes no requests")
         if request_id in self._live:
             raise InvalidRequest(f"request id {request_id} is in use", "request_id")
         prompt = [operator.index(token) for token in prompt_token_ids]
@@ -180,6 +146,9 @@ class Engine:
         Raises EngineDead when the runner fails, then and from then on.
         """
         self._check_alive()
+        if self._asleep is not None:
+            updates, self._ended = self._ended, []
+            return updates
         try:
             dispatched = self._dispatch(self._scheduler.schedule(self._clock()))
             updates = self._commit(self._flight)
@@ -195,7 +164,7 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """True while a step has something to run, to read back or to report."""
-        return bool(len(self._scheduler) or self._flight or self._ended)
+        return bool(self._ended or (self._asleep is None and (self._scheduler or self._flight)))
 
     @property
     def weight_version(self) -> int:
@@ -205,6 +174,79 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Share nothing that is computed so far; requests that run go on with what they hold."""
         self._scheduler.reset_prefix_cache()
+
+    def update_params(
+        self, tree: Any, *, version: int | None = None, requests: OnUpdate = "keep"
+    ) -> int:
+        """Compute all that is dispatched from now on with other weights; returns their version.
+
+        ``tree``: see ``updated_params`` of runtime/weights.py. ``version`` must be above the one in
+        use (None: one more). ``requests`` that run "keep" what they have computed, are "recompute"d
+        from their first token, or "abort". No cached block of older weights is shared from now on.
+        Raises InvalidWeights, which leaves the engine as it was, and NotReady while it sleeps.
+        """
+        self._check_alive()
+        if self._asleep is not None:
+            raise NotReady("the engine sleeps; wake it before its weights are updated")
+        old = self.weight_version
+        version = old + 1 if version is None else operator.index(version)
+        if version <= old:
+            raise InvalidWeights(f"weight version {version} must be above {old}, the one in use")
+        with self._fatal("an update of the weights"):
+            self._runner.update_params(tree)
+            self._hold(requests)
+            self._scheduler.reset_prefix_cache(version)
+        return version
+
+    def sleep(self, *, level: Literal[1, 2] = 1, requests: OnSleep = "keep") -> None:
+        """Give the device's memory back: the pool, and at ``level`` 2 the weights too.
+
+        ``requests`` that run are "keep"t, to be computed again after ``wake``, with those that come
+        meanwhile; or "refuse"d: an engine that has any does not sleep, and takes none while it
+        does. Raises NotReady then.
+        """
+        self._check_alive()
+        if self._asleep is not None:
+            raise NotReady("the engine sleeps already")
+        if requests == "refuse" and self.has_unfinished_requests():
+            raise NotReady(f"{len(self._scheduler)} requests are not finished; nothing sleeps")
+        with self._fatal("falling asleep"):
+            self._hold("recompute")
+            self._scheduler.reset_prefix_cache()
+            self._runner.sleep(weights=level == 2)
+        self._asleep = requests
+
+    def wake(self) -> None:
+        """Take the memory again and go on. Raises NotReady unless it sleeps."""
+        self._check_alive()
+        if self._asleep is None:
+            raise NotReady("the engine does not sleep")
+        with self._fatal("waking up"):
+            self._runner.wake()
+        self._asleep = None
+
+    def _hold(self, requests: OnUpdate) -> None:
+        """Leave the running requests as they are, or take them off the device."""
+        if requests == "keep":
+            return
+        self._ended += self._commit(self._flight)
+        self._flight = None
+        if requests == "abort":
+            for request_id in tuple(self._live):
+                self.abort_request(request_id)
+        else:
+            self._scheduler.preempt_all()
+
+    @contextlib.contextmanager
+    def _fatal(self, what: str) -> Iterator[None]:
+        """Nothing is whole after a failure inside, refusals excepted."""
+        try:
+            yield
+        except RequestRefused:
+            raise
+        except BaseException as fault:
+            self._fault = fault
+            raise EngineDead(f"{what} failed: {fault!r}") from fault
 
     def audit(self) -> None:
         """Raise AuditFailed unless pool, rows, requests and tokens in flight balance."""
@@ -242,7 +284,7 @@ class Engine:
                 f"prompt token {wrong} is outside the vocabulary, 0 to {vocab_size - 1}", "prompt"
             )
 
-    def _dispatch(self, schedule: Schedule | None) -> _Flight | None:
+    def _dispatch(self, schedule: Schedule | None) -> Flight | None:
         if schedule is None:
             return None
         decode = prefill = shape = None
@@ -261,7 +303,7 @@ class Engine:
         now = self._clock() if failed else 0.0
         for request, error in failed:
             self._ended.append(self._finish(request, "error", (), now, error=_why(error)))
-        return _Flight(schedule, shape, decode, prefill)
+        return Flight(schedule, shape, decode, prefill, self.weight_version)
 
     def _dispatch_prefill(
         self, schedule: Schedule, failed: list[tuple[Request, Exception]]
@@ -294,63 +336,37 @@ class Engine:
         failed += failures
         return mask_XW
 
-    def _commit(self, flight: _Flight | None) -> list[RequestUpdate]:
+    def _commit(self, flight: Flight | None) -> list[RequestUpdate]:
         if flight is None:
             self._read_at = None
             return []
-        drawn: list[tuple[Request, int]] = []
         scores: dict[Request, TokenLogprobs] = {}
-        if flight.decode is not None:
-            # The rows past the requests are padding.
-            rows = flight.schedule.decode
-            drawn += self._read_draws(flight.decode, rows, scores)
-        if flight.prefill is not None:
-            chunks = flight.schedule.chunks
-            rows = [chunk.request if chunk.samples else None for chunk in chunks]
-            drawn += self._read_draws(flight.prefill, rows, scores)
-            self._read_prompts(flight.prefill, chunks)
+        drawn = flight.read_draws(scores if self._scored else None)
+        flight.read_prompts()
         now = self._clock()
         if self._read_at is not None and flight.shape is not None and flight.prefill is None:
             self._totals.count_decode_step(flight.shape.rows, now - self._read_at)
         self._read_at = now
         # What ended meanwhile has its token dropped.
         return [
-            self._commit_token(request, token, scores.get(request), now)
+            self._commit_token(
+                request, token, scores.get(request) if scores else None, now, flight.weight_version
+            )
             for request, token in drawn
             if request.finish_reason is None
         ]
 
-    def _read_draws(
-        self, pending: Pending, rows: list[Request | None], scores: dict[Request, TokenLogprobs]
-    ) -> list[tuple[Request, int]]:
-        """The tokens drawn by ``rows``; adds to ``scores`` where they are wanted."""
-        tokens = pending.read().tolist()
-        drawn = [(r, t) for r, t in zip(rows, tokens, strict=False) if r is not None]
-        if self._scored and any(r.params.logprobs is not None for r, _ in drawn):
-            read = pending.read_scores()
-            for i, request in enumerate(rows):
-                if request is not None and request.params.logprobs is not None:
-                    scores[request] = token_logprobs(read, i, tokens[i], request.params.logprobs)
-        return drawn
-
-    @staticmethod
-    def _read_prompts(pending: Pending, chunks: list[Chunk]) -> None:
-        """Keep the log probabilities of prompts that are wanted."""
-        if not any(chunk.request.scores_prompt for chunk in chunks):
-            return
-        read = pending.read_prompt_scores()
-        start = 0
-        for chunk in chunks:
-            if chunk.request.scores_prompt:
-                collect_prompt_logprobs(chunk, read, start)
-            start += chunk.end - chunk.start
-
     def _commit_token(
-        self, request: Request, token_id: int, scores: TokenLogprobs | None, now: float
+        self,
+        request: Request,
+        token_id: int,
+        scores: TokenLogprobs | None,
+        now: float,
+        weight_version: int,
     ) -> RequestUpdate:
         if not request.max_output_tokens:  # the prompt alone was wanted
             request.num_in_flight -= 1
-            return self._finish(request, "length", (), now)
+            return self._finish(request, "length", (), now, weight_version=weight_version)
         self._totals.generation_tokens += 1
         reason, error = request.commit(token_id, now), None
         if reason is None and request.rules is not None:
@@ -360,7 +376,15 @@ class Engine:
                 reason, error = "error", _why(fault)
         logprobs = None if scores is None else (scores,)
         if reason is not None:
-            return self._finish(request, reason, (token_id,), now, logprobs=logprobs, error=error)
+            return self._finish(
+                request,
+                reason,
+                (token_id,),
+                now,
+                logprobs=logprobs,
+                error=error,
+                weight_version=weight_version,
+            )
         return RequestUpdate(
             request.request_id,
             (token_id,),
@@ -372,6 +396,8 @@ class Engine:
             logprobs,
             request.take_prompt_logprobs() if request.prompt_logprobs else None,
             request.num_cached_tokens,
+            None,
+            weight_version,
         )
 
     def _finish(
@@ -383,6 +409,7 @@ class Engine:
         *,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
         error: str | None = None,
+        weight_version: int | None = None,
     ) -> RequestUpdate:
         self._scheduler.finish(request, reason)
         self._live.remove(request.request_id)
@@ -401,6 +428,7 @@ class Engine:
             prompt_logprobs=request.take_prompt_logprobs(),
             num_cached_tokens=request.num_cached_tokens,
             error=error,
+            weight_version=self.weight_version if weight_version is None else weight_version,
         )
 
 

@@ -27,6 +27,7 @@ from jaxserve.plan.batch import (
 from jaxserve.plan.buckets import DecodeShape
 from jaxserve.plan.compiled import Key
 from jaxserve.runtime.executables import PERMUTE, WRITE_COUNTS, Executables, StepShapes, zeros
+from jaxserve.runtime.weights import updated_params
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class ModelRunner:
 
     def __init__(self, params: Params, executables: Executables, shapes: StepShapes) -> None:
         self.params = params
+        self._shapes = shapes
+        self._device = jax.tree.leaves(params)[0].sharding
         self._executables = executables
         self._pool: KVPool = zeros(shapes.pool_specs())
         self._state: DecodeState = zeros(shapes.state_specs())
@@ -106,6 +109,29 @@ class ModelRunner:
         self._pool, self._state, output = step(self.params, self._pool, self._state, batch)
         self._ran.add(tokens)
         return self._pending(output)
+
+    def update_params(self, tree: Any) -> None:
+        """Compute with other weights from the next call on; see ``updated_params``.
+
+        Raises InvalidWeights before anything changes.
+        """
+        self.params = updated_params(self.params, tree, self._shapes)
+
+    def sleep(self, *, weights: bool) -> None:
+        """Give up the pool, and with ``weights`` keep those in host memory only."""
+        for array in jax.tree.leaves((self._pool, self._state)):
+            array.delete()
+        if weights:
+            kept = jax.device_get(self.params)
+            for array in jax.tree.leaves(self.params):
+                array.delete()
+            self.params = kept
+
+    def wake(self) -> None:
+        """Take up an empty pool, and the weights if they are away."""
+        self._pool = zeros(self._shapes.pool_specs())
+        self._state = zeros(self._shapes.state_specs())
+        self.params = jax.device_put(self.params, self._device)
 
     def context_lens(self) -> np.ndarray:
         """int32 [max_num_seqs]: tokens each row holds in the pool; waits for the device."""

@@ -46,7 +46,8 @@ class RequestUpdate(NamedTuple):
 
     ``logprobs`` has one entry a new token where the request asked. ``prompt_logprobs`` has one a
     prompt token, None for the first, and comes once: with the first token, or with the end.
-    ``num_cached_tokens`` counts the prompt tokens that were not computed anew.
+    ``num_cached_tokens`` counts the prompt tokens that were not computed anew. ``weight_version``
+    is that of the weights which drew the new tokens.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class RequestUpdate(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    weight_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,13 +35,14 @@ class Chunk(NamedTuple):
 class Schedule:
     """One iteration of the device, in its order: permutation, decode, prefill.
 
-    ``decode[b]`` is the request in row b, None where it sits out. ``new_blocks`` lists (row,
-    block) where this token opens a block. ``width`` counts the tokens of the longest decode row,
-    the new one included.
+    ``decode[b]`` is the request in row b, None where it sits out; ``num_decoding`` do not.
+    ``new_blocks`` lists (row, block) where this token opens a block. ``width`` counts the tokens of
+    the longest row that decodes, the new one included.
     """
 
     permutation: list[int] | None
     decode: list[Request | None]
+    num_decoding: int
     new_blocks: list[tuple[int, int]]
     width: int
     chunks: list[Chunk]
@@ -55,11 +56,6 @@ class Schedule:
     def num_tokens(self) -> int:
         """Tokens this iteration computes."""
         return self.num_decoding + self.num_prefill_tokens
-
-    @property
-    def num_decoding(self) -> int:
-        """Rows that draw a token."""
-        return len(self.decode) - self.decode.count(None)
 
     @property
     def drawing(self) -> list[Request]:
@@ -141,7 +137,7 @@ class Scheduler:
         prefilling: list[tuple[Request, int]] = []
         for request in tuple(self.running.values()):
             if request.state is RequestState.DECODING:
-                if request.waits_for_token:
+                if request.rules is not None and request.waits_for_token:
                     continue
                 num_decoding += 1
                 if request.num_computed == len(request.block_ids) * self.pool.block_size:
@@ -160,7 +156,7 @@ class Scheduler:
             self._admit(budget, prefilling, now)
         if not num_decoding and not prefilling:
             return None
-        return self._advance(prefilling)
+        return self._advance(prefilling, num_decoding)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Give ``request`` blocks for ``num_tokens`` tokens, preempting from the youngest on.
@@ -174,6 +170,14 @@ class Scheduler:
         request.block_ids += self.pool.allocate(missing)
         return True
 
+    def preempt_all(self) -> None:
+        """Put everything that runs back in the queue, to be computed again.
+
+        Tokens in flight must have been read back.
+        """
+        while self.running:
+            self._preempt(self.running.popitem()[1])
+
     def _preempt_youngest(self) -> Request:
         if len(self.running) == 1:
             (request,) = self.running.values()
@@ -181,7 +185,9 @@ class Scheduler:
                 f"request {request.request_id} runs alone and finds no block: it holds "
                 f"{len(request.block_ids)}, {self.pool.num_free} of {self.pool.num_usable} are free"
             )
-        _, request = self.running.popitem()
+        return self._preempt(self.running.popitem()[1])
+
+    def _preempt(self, request: Request) -> Request:
         request.move_to(RequestState.PREEMPTED)
         self._release(request)
         request.num_computed = 0
@@ -224,18 +230,21 @@ class Scheduler:
             prefilling.append((request, count))
             budget -= count
 
-    def _advance(self, prefilling: list[tuple[Request, int]]) -> Schedule:
-        """Write the iteration down and move every request's books past it."""
+    def _advance(self, prefilling: list[tuple[Request, int]], num_decoding: int) -> Schedule:
+        """Write the iteration down and move every request's books past it.
+
+        ``num_decoding`` rows draw a token; where those are not all, the others sit out.
+        """
         permutation = self.rows.compact()
-        decode: list[Request | None] = []
+        decode: list[Request | None] = [*self.rows.active()]
+        if num_decoding < len(decode):
+            decode = [r if r is not None and not r.waits_for_token else None for r in decode]
         new_blocks: list[tuple[int, int]] = []
         width = 0
         ended: list[Request] = []
-        for row, request in enumerate(self.rows.active()):
-            if request.waits_for_token:
-                decode.append(None)
+        for row, request in enumerate(decode):
+            if request is None:
                 continue
-            decode.append(request)
             if request.num_computed % self.pool.block_size == 0:
                 new_blocks.append((row, request.block_ids[-1]))
             request.num_computed += 1
@@ -250,7 +259,7 @@ class Scheduler:
             self._release(request)
             del self.running[request.request_id]
             self.draining[request.request_id] = request
-        return Schedule(permutation, decode, new_blocks, width, chunks)
+        return Schedule(permutation, decode, num_decoding, new_blocks, width, chunks)
 
     def _advance_chunk(self, request: Request, count: int, ended: list[Request]) -> Chunk:
         start = request.num_computed

@@ -1,0 +1,101 @@
+"""New weights in the place of those in use, checked before anything changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.checkpoint import load_checkpoint
+from jaxserve.errors import CheckpointError, InvalidWeights
+from jaxserve.model.canonical import (
+    canonical_specs,
+    check_canonical,
+    check_leaf,
+    check_params,
+    replace_params,
+)
+from jaxserve.model.params import LayerParams, Params, build_params, insert_layer
+from jaxserve.runtime.executables import StepShapes
+
+
+def updated_params(old: Params, tree: Any, shapes: StepShapes) -> Params:
+    """The parameters that ``tree`` describes; ``old`` must not be used after a success.
+
+    * ``Params`` in the engine's layout: taken as they are, without a copy. They stay the caller's
+      too, who must not donate them while the engine has them.
+    * canonical weights (see model/canonical.py): fused in one jitted call, in the memory of
+      ``old``.
+    * a path to a checkpoint: read to the host, then placed a layer at a time over ``old``.
+
+    Raises InvalidWeights naming the leaf; ``old`` is whole then.
+    """
+    model, dtype, stacked = shapes.model, shapes.dtype, shapes.stacked
+    if isinstance(tree, str | Path):
+        return _placed(old, _read(Path(tree), shapes), stacked)
+    device = jax.tree.leaves(old)[0].sharding
+    if isinstance(tree, Params):
+        check_params(tree, model, dtype, stacked=stacked)
+        return jax.device_put(tree, device)
+    if isinstance(tree, nnx.Module):
+        tree = nnx.state(tree)
+    if isinstance(tree, nnx.State):
+        tree = nnx.to_pure_dict(tree)
+    check_canonical(tree, model, dtype)
+    return replace_params(old, jax.device_put(tree, device), model, stacked)
+
+
+def _read(path: Path, shapes: StepShapes) -> Params:
+    """A checkpoint's weights on the host, fused, one LayerParams a layer."""
+    try:
+        checkpoint = load_checkpoint(str(path.expanduser()), tokenizer=None)
+        if checkpoint.tensors is None:
+            raise InvalidWeights(f"{path}: no weights in it")
+        for name, spec in canonical_specs(shapes.model, shapes.dtype).items():
+            shape = checkpoint.tensors.shapes.get(name)
+            if shape is None:
+                raise InvalidWeights(f"{path}: {name} is missing")
+            check_leaf(f"{path}: {name}", tuple(shape), spec.dtype, spec)
+        extra = sorted(
+            checkpoint.tensors.shapes.keys() - canonical_specs(shapes.model, shapes.dtype).keys()
+        )
+        if extra:
+            raise InvalidWeights(f"{path}: {extra[0]} is no tensor of this model")
+        return build_params(
+            shapes.model,
+            checkpoint.tensors.get,
+            put=lambda a: np.asarray(a).astype(jnp.dtype(shapes.dtype), copy=False),
+        )
+    except CheckpointError as error:
+        raise InvalidWeights(str(error)) from error
+
+
+def _placed(old: Params, host: Params, stacked: bool) -> Params:
+    """``host`` on the device; each array of ``old`` goes before the next one comes."""
+    device = jax.tree.leaves(old)[0].sharding
+
+    def put(before: jax.Array, new: np.ndarray) -> jax.Array:
+        before.delete()
+        return jax.device_put(new, device)
+
+    layers: Any
+    if stacked:
+        assert isinstance(old.layers, LayerParams)
+        layers = old.layers
+        for i, layer in enumerate(host.layers):
+            layers = insert_layer(layers, jax.device_put(layer, device), jnp.int32(i))
+    else:
+        layers = tuple(
+            jax.tree.map(put, before, new)
+            for before, new in zip(old.layers, host.layers, strict=True)
+        )
+    return Params(
+        embed_VD=put(old.embed_VD, host.embed_VD),
+        layers=layers,
+        final_norm_D=put(old.final_norm_D, host.final_norm_D),
+        head_VD=jax.tree.map(put, old.head_VD, host.head_VD),
+    )
