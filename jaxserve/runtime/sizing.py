@@ -189,7 +189,9 @@ def plan_sizes(
 
     def sized(capture: CapturePlan | None, num_blocks: int) -> StepCompiler:
         decode = () if capture is None else capture.shapes
-        return replace(compiler, shapes=step_shapes(model, config, decode, num_blocks, compiler.platform))
+        return replace(
+            compiler, shapes=step_shapes(model, config, decode, num_blocks, compiler.platform)
+        )
 
     capture = plan_list(None, 0)
     probe = sized(capture, config.blocks_per_row + 1)
