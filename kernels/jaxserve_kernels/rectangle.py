@@ -41,11 +41,6 @@ def _softmax(
     return weights / jnp.where(total == 0.0, 1.0, total)
 
 
-def _sinks_by_head(extras: Extras, num_kv_heads: int) -> jax.Array | None:
-    """[K, G, 1], or None."""
-    return None if extras.sinks_N is None else extras.sinks_N.reshape(num_kv_heads, -1, 1)
-
-
 def paged_attention(
     q_BNH: jax.Array,
     k_pool_CKZH: jax.Array,
@@ -70,8 +65,8 @@ def paged_attention(
     v_BKWH = jnp.where(visible_BW[:, None, :, None], v_BKWH, 0.0)
     q_BKGH = scaled_queries(q_BNH, scale, K, extras)
     scores = jnp.einsum("BKGH,BKWH->BKGW", q_BKGH, k_BKWH, precision="highest")
-    sinks_KG1 = _sinks_by_head(extras, K)
-    weights = _softmax(scores, visible_BW[:, None, None, :], soft_cap, sinks_KG1)
+    sinks = None if extras.sinks_N is None else extras.sinks_N.reshape(1, K, -1, 1)
+    weights = _softmax(scores, visible_BW[:, None, None, :], soft_cap, sinks)
     out = jnp.einsum("BKGW,BKWH->BKGH", weights, v_BKWH, precision="highest")
     return finished(out, extras, q_BNH.dtype)
 
@@ -98,8 +93,7 @@ def paged_prefill(
     v_SKWH = jnp.where((key < context_lens_S[:, None])[:, None, :, None], v_SKWH, 0.0)
     token = jnp.arange(T, dtype=jnp.int32)[:, None]
     q_TKGH = scaled_queries(q_TNH, scale, K, extras)
-    sinks_KG1 = _sinks_by_head(extras, K)
-    sinks_KG11 = None if sinks_KG1 is None else sinks_KG1[..., None]
+    sinks = None if extras.sinks_N is None else extras.sinks_N.reshape(K, -1, 1, 1)
 
     def add_segment(s: jax.Array, out_TKGH: jax.Array) -> jax.Array:
         start, end = cu_query_lens_S1[s], cu_query_lens_S1[s + 1]
@@ -108,7 +102,7 @@ def paged_prefill(
         if window is not None:
             visible_TW &= key > last_key - window
         scores = jnp.einsum("TKGH,KWH->KGTW", q_TKGH, k_SKWH[s], precision="highest")
-        weights = _softmax(scores, visible_TW[None, None], soft_cap, sinks_KG11)
+        weights = _softmax(scores, visible_TW[None, None], soft_cap, sinks)
         return out_TKGH + jnp.einsum("KGTW,KWH->TKGH", weights, v_SKWH[s], precision="highest")
 
     # One segment at a time: scores are [K, G, T, W], not S times that.

@@ -43,7 +43,7 @@ def write_kv(
         if scale_K is None:
             new = new.astype(pool.dtype)
         else:
-            new = quantize(new, scale_K[:, None], pool.dtype)
+            new = quantize(new, scale_K[None, :, None], pool.dtype)
         return pool.at[block_T, :, offset_T].set(new, mode="promise_in_bounds")
 
     return (

@@ -1,11 +1,12 @@
 """The contract of paged attention, asked of every implementation against a float64 reference.
 
-A new implementation joins by adding its name to IMPLEMENTATIONS. All checks of a case share one
-compiled shape: 8 rows for decode, 6 segments in 192 tokens for prefill.
+A new implementation joins by adding its name to DECODE or PREFILL; kernels run interpreted here.
+All checks of a case share one compiled shape: 8 rows for decode, 6 segments in 192 tokens for
+prefill.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxserve_kernels import paged_attention, paged_prefill, reference, tiling
 
-IMPLEMENTATIONS = ("rectangle", "streamed_xla")
+DECODE = ("rectangle", "streamed_xla", "streamed_triton")
+PREFILL = ("rectangle", "streamed_xla", "streamed_triton")
 
 TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
+UNIT = {"float8_e4m3fn": 1 / 64, "int8": 1 / 32}  # about what a standard normal is stored over
 WILD_IDS = np.array([-(2**31), -7, -1, 2**20, 2**31 - 1], np.int64)
 TOKENS = 192
 
@@ -36,10 +39,22 @@ class Case:
     scale: float = 0.125
     window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
 
     @property
     def options(self) -> dict:
         return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+
+    @cached_property
+    def extras(self) -> dict:
+        """The optional arrays: a sink high and low among the scores, scales apart by head."""
+        extras = {}
+        if self.sinks:
+            extras["sinks"] = np.linspace(-1.0, 4.0, self.num_heads, dtype=np.float32)
+        if self.pool_dtype in UNIT:
+            scale = UNIT[self.pool_dtype] * np.linspace(0.5, 1.5, self.num_kv_heads)
+            extras |= {"k_scale": scale.astype(np.float32), "v_scale": np.float32(scale[0])}
+        return extras
 
     @property
     def width(self) -> int:
@@ -48,7 +63,7 @@ class Case:
 
 
 PLAIN = Case("groups of 3", 9, 3, 64, 16)
-CAPPED = Case("cap and window", 4, 2, 64, 16, scale=1.0, window=33, soft_cap=4.0)
+CAPPED = Case("cap, window, sinks", 4, 2, 64, 16, scale=1.0, window=33, soft_cap=4.0, sinks=True)
 CASES = (
     PLAIN,
     CAPPED,
@@ -67,10 +82,23 @@ CASES = (
         "bfloat16",
         window=5,
     ),
-    Case("blocks of 256", 2, 1, 64, 256),
+    Case("blocks of 256, heads of 192, sinks", 2, 1, 192, 256, sinks=True),
+    Case(
+        "groups of 16 over float8, sinks",
+        16,
+        1,
+        256,
+        16,
+        "bfloat16",
+        "float8_e4m3fn",
+        scale=0.06,
+        sinks=True,
+    ),
+    Case("int8 under a cap and a window", 4, 2, 64, 16, "float32", "int8", window=90, soft_cap=4.0),
 )
 
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_decode = pytest.mark.parametrize("implementation", DECODE)
+every_prefill = pytest.mark.parametrize("implementation", PREFILL)
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
 
@@ -93,7 +121,12 @@ class World:
 
 def draw(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
     values = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    return values.astype(jnp.dtype(dtype))
+    return (values / UNIT.get(dtype, 1.0)).astype(jnp.dtype(dtype))
+
+
+def poison(value: float, dtype: str) -> np.ndarray:
+    """``value``, or the largest of a dtype that has no such thing."""
+    return np.array(127 if dtype == "int8" else value, jnp.dtype(dtype))
 
 
 def make_world(case: Case, lengths: list[int], seed: int) -> World:
@@ -112,10 +145,10 @@ def make_world(case: Case, lengths: list[int], seed: int) -> World:
         unused = slice(-(-length // Z), None)
         tables[row, unused] = rng.choice(WILD_IDS, tables[row, unused].shape)
     pools = []
-    for poison in (np.nan, np.inf):
+    for wrong in (np.nan, np.inf):
         shape = (num_blocks, case.num_kv_heads, Z, case.head_size)
         pool = draw(shape, case.pool_dtype, int(rng.integers(2**31)))
-        pools.append(np.where(owned[:, None, :, None], pool, np.array(poison, pool.dtype)))
+        pools.append(np.where(owned[:, None, :, None], pool, poison(wrong, case.pool_dtype)))
     return World(*pools, tables.astype(np.int32), np.array(lengths, np.int32))
 
 
@@ -144,12 +177,12 @@ def decode_queries(case: Case, world: World, seed: int) -> np.ndarray:
 
 def decode(case: Case, implementation: str, world: World, seed: int) -> jax.Array:
     run = compiled(paged_attention, case, implementation)
-    return run(decode_queries(case, world, seed), *world.arrays)
+    return run(decode_queries(case, world, seed), *world.arrays, **case.extras)
 
 
 def decode_wanted(case: Case, world: World, seed: int) -> np.ndarray:
     queries = decode_queries(case, world, seed)
-    return reference.paged_attention(queries, *world.arrays, **case.options)
+    return reference.paged_attention(queries, *world.arrays, **case.options, **case.extras)
 
 
 def prefill_queries(case: Case, queries: list[int], seed: int) -> np.ndarray:
@@ -162,12 +195,14 @@ def prefill(
     case: Case, implementation: str, world: World, queries: list[int], seed: int
 ) -> jax.Array:
     run = compiled(paged_prefill, case, implementation)
-    return run(prefill_queries(case, queries, seed), *world.arrays, packing(queries))
+    q = prefill_queries(case, queries, seed)
+    return run(q, *world.arrays, packing(queries), **case.extras)
 
 
 def prefill_wanted(case: Case, world: World, queries: list[int], seed: int) -> np.ndarray:
     q = prefill_queries(case, queries, seed)
-    return reference.paged_prefill(q, *world.arrays, packing(queries), **case.options)
+    options = case.options | case.extras
+    return reference.paged_prefill(q, *world.arrays, packing(queries), **options)
 
 
 def check(case: Case, got: jax.Array, want: np.ndarray) -> None:
@@ -181,21 +216,21 @@ def check(case: Case, got: jax.Array, want: np.ndarray) -> None:
 # ---- decode ----------------------------------------------------------------------------------
 
 
-@every_implementation
+@every_decode
 @every_case
 def test_decode_equals_the_reference_at_every_edge_length(case, implementation):
     world = make_world(case, edge_lengths(case), 1)
     check(case, decode(case, implementation, world, 2), decode_wanted(case, world, 2))
 
 
-@every_implementation
+@every_decode
 @given(lengths=st.lists(st.integers(0, 300), min_size=8, max_size=8), seed=st.integers(0, 2**16))
 def test_decode_equals_the_reference_for_any_lengths(implementation, lengths, seed):
     world = make_world(PLAIN, lengths, seed)
     check(PLAIN, decode(PLAIN, implementation, world, seed), decode_wanted(PLAIN, world, seed))
 
 
-@every_implementation
+@every_decode
 def test_empty_rows_give_zeros(implementation):
     world = make_world(PLAIN, [0] * 8, 3)
     np.testing.assert_array_equal(np.asarray(decode(PLAIN, implementation, world, 4)), 0.0)
@@ -212,7 +247,7 @@ def prefill_lengths(case: Case) -> list[int]:
     return [0, 17, 150, 40, 33, case.width * case.block_size]
 
 
-@every_implementation
+@every_prefill
 @every_case
 def test_prefill_equals_the_reference_for_every_kind_of_segment(case, implementation):
     world = make_world(case, prefill_lengths(case), 5)
@@ -220,7 +255,7 @@ def test_prefill_equals_the_reference_for_every_kind_of_segment(case, implementa
     check(case, got, prefill_wanted(case, world, QUERIES, 6))
 
 
-@every_implementation
+@every_prefill
 @given(
     segments=st.lists(st.tuples(st.integers(0, 32), st.integers(0, 90)), min_size=6, max_size=6),
     seed=st.integers(0, 2**16),
@@ -232,7 +267,7 @@ def test_prefill_equals_the_reference_for_any_packing(implementation, segments, 
     check(PLAIN, got, prefill_wanted(PLAIN, world, queries, seed))
 
 
-@every_implementation
+@every_prefill
 def test_a_prefill_of_padding_alone_gives_zeros(implementation):
     world = make_world(PLAIN, [9, 0, 0, 0, 0, 0], 7)
     got = prefill(PLAIN, implementation, world, [0] * 6, 8)
@@ -241,12 +276,11 @@ def test_a_prefill_of_padding_alone_gives_zeros(implementation):
 
 # ---- the same bits in any batch --------------------------------------------------------------
 
-every_streamed = pytest.mark.parametrize(
-    "implementation", [name for name in IMPLEMENTATIONS if name.startswith("streamed")]
-)
+every_streamed_decode = pytest.mark.parametrize("implementation", DECODE[1:])
+every_streamed_prefill = pytest.mark.parametrize("implementation", PREFILL[1:])
 
 
-@every_streamed
+@every_streamed_decode
 @given(order=st.permutations(range(8)), rows=st.sampled_from([1, 2, 8]))
 def test_a_decode_row_has_the_same_bits_in_any_row_of_any_batch(implementation, order, rows):
     world = make_world(PLAIN, [300, 128, 129, 1, 16, 255, 77, 200], 9)
@@ -260,7 +294,7 @@ def test_a_decode_row_has_the_same_bits_in_any_row_of_any_batch(implementation, 
     np.testing.assert_array_equal(np.asarray(part), whole[picked])
 
 
-@every_streamed
+@every_streamed_prefill
 def test_a_prefill_segment_has_the_same_bits_in_any_packing(implementation):
     world = make_world(PLAIN, prefill_lengths(PLAIN), 11)
     packed = np.asarray(prefill(PLAIN, implementation, world, QUERIES, 12))
@@ -275,20 +309,37 @@ def test_a_prefill_segment_has_the_same_bits_in_any_packing(implementation):
 fails = partial(pytest.raises, AssertionError, match="Not equal to tolerance")
 
 
-@every_implementation
-@pytest.mark.parametrize("wrong", [{"window": 32}, {"scale": 1.001}, {"soft_cap": 4.01}])
-def test_the_checks_fail_under_a_slightly_wrong_option(implementation, wrong):
-    told = replace(CAPPED, **wrong)
-    world = make_world(CAPPED, edge_lengths(CAPPED), 13)
-    with fails():
-        check(CAPPED, decode(CAPPED, implementation, world, 14), decode_wanted(told, world, 14))
-    world = make_world(CAPPED, prefill_lengths(CAPPED), 13)
-    with fails():
-        got = prefill(CAPPED, implementation, world, QUERIES, 14)
-        check(CAPPED, got, prefill_wanted(told, world, QUERIES, 14))
+slightly_wrong = pytest.mark.parametrize(
+    ("case", "wrong"),
+    [
+        (CAPPED, {"window": 32}),
+        (CAPPED, {"scale": 1.001}),
+        (CAPPED, {"soft_cap": 4.01}),
+        (CAPPED, {"sinks": False}),
+    ],
+)
 
 
-@every_implementation
+@every_decode
+@slightly_wrong
+def test_the_decode_check_fails_under_a_slightly_wrong_option(implementation, case, wrong):
+    world = make_world(case, edge_lengths(case), 13)
+    told = replace(case, **wrong)
+    with fails():
+        check(case, decode(case, implementation, world, 14), decode_wanted(told, world, 14))
+
+
+@every_prefill
+@slightly_wrong
+def test_the_prefill_check_fails_under_a_slightly_wrong_option(implementation, case, wrong):
+    world = make_world(case, prefill_lengths(case), 13)
+    told = replace(case, **wrong)
+    with fails():
+        got = prefill(case, implementation, world, QUERIES, 14)
+        check(case, got, prefill_wanted(told, world, QUERIES, 14))
+
+
+@every_decode
 @pytest.mark.parametrize("off", [-1, 1])
 def test_the_decode_check_fails_when_a_row_sees_one_token_more_or_less(implementation, off):
     right = replace(make_world(PLAIN, [101] * 8, 15), lengths=np.full(8, 100, np.int32))
@@ -297,7 +348,7 @@ def test_the_decode_check_fails_when_a_row_sees_one_token_more_or_less(implement
         check(PLAIN, decode(PLAIN, implementation, wrong, 16), decode_wanted(PLAIN, right, 16))
 
 
-@every_implementation
+@every_prefill
 @pytest.mark.parametrize("off", [-1, 1])
 def test_the_prefill_check_fails_when_queries_sit_one_place_off(implementation, off):
     lengths = np.array(prefill_lengths(PLAIN), np.int32)
@@ -308,7 +359,7 @@ def test_the_prefill_check_fails_when_queries_sit_one_place_off(implementation, 
         check(PLAIN, got, prefill_wanted(PLAIN, right, QUERIES, 18))
 
 
-@every_implementation
+@every_decode
 def test_poison_inside_a_row_reaches_that_row_and_no_other(implementation):
     world = make_world(PLAIN, [0, 40, 50, 60, 0, 0, 0, 0], 19)
     clean = np.asarray(decode(PLAIN, implementation, world, 20))

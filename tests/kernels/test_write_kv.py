@@ -59,3 +59,30 @@ def test_donated_pools_are_written_in_place_at_any_size():
     (small, _), (large, alias) = temp_and_alias(64), temp_and_alias(8192)
     assert large == small < 2**20
     assert alias == 2 * 8192 * K * Z * H * 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "end"), [("int8", 127.0), ("float8_e4m3fn", 448.0)], ids=["int8", "float8"]
+)
+def test_pools_of_8_bits_take_the_nearest_value_over_the_heads_scale(dtype, end):
+    pool = jnp.zeros((C, K, Z, H), dtype)
+    rng = np.random.default_rng(1)
+    new = rng.standard_normal((T, K, H), np.float32) * end  # a third of these are out of range
+    k_scale, v_scale = np.float32([0.5, 2.0]), np.float32(1.0)
+    slots = np.arange(Z, Z + T, dtype=np.int32)
+    pools = run(pool, pool, new, new, slots, k_scale=k_scale, v_scale=v_scale)
+    grid = np.unique(np.arange(256, dtype=np.uint8).view(pool.dtype).astype(np.float32))
+    grid = grid[np.isfinite(grid)]
+    for out, scale in zip(pools, (k_scale[:, None], v_scale), strict=True):
+        assert out.dtype == jnp.dtype(dtype)
+        stored = np.asarray(out.astype(jnp.float32))[slots // Z, :, slots % Z]
+        wanted = np.clip(new / scale, grid[0], grid[-1])
+        nearest = np.abs(wanted[..., None] - grid).min(-1)
+        np.testing.assert_array_equal(np.abs(wanted - stored), nearest)
+
+
+def test_a_pool_of_8_bits_is_not_written_without_scales():
+    pool = jnp.zeros((C, K, Z, H), jnp.int8)
+    new = jnp.zeros((T, K, H))
+    with pytest.raises(ValueError, match="k_scale is None, and k_pool_CKZH is int8"):
+        write_kv(pool, pool, new, new, jnp.zeros(T, jnp.int32))
