@@ -42,7 +42,7 @@ class PromptReader:
         if kept is None:
             self._check_characters(rendered, "messages")
         token_ids = self._encode(rendered, kept, add_special_tokens=False)
-        self._check_length(call, token_ids)
+        self._check_length(call, token_ids, "messages")
         return Prompt(token_ids)
 
     def tokens(self, call: TokenizeRequest) -> list[int]:
@@ -67,7 +67,7 @@ class PromptReader:
             token_ids = self._encode(prompt, kept, add_special_tokens=True)
         else:
             token_ids = prompt if kept is None else prompt[-kept:]
-        self._check_length(call, token_ids)
+        self._check_length(call, token_ids, "prompt")
         if not call.echo:
             return Prompt(token_ids)
         # An added bos is no text of the client's.
@@ -129,13 +129,20 @@ class PromptReader:
                 "context_length_exceeded",
             )
 
-    def _check_length(self, call: Generation, token_ids: Sequence[int]) -> None:
-        """Refuses an answer length the client asked for that the context has no room for.
+    def _check_length(self, call: Generation, token_ids: Sequence[int], field: str) -> None:
+        """Refuses a prompt, or the length of an answer asked for, that the context cannot hold.
 
-        A prompt that leaves no room at all is left to the engine to refuse.
+        Where room for one token is missing, the engine knows whether one is wanted.
         """
         asked = call.asked_max_tokens()
         room = self._max_model_len - len(token_ids)
+        if room < 0:
+            raise InvalidRequest(
+                f"the prompt has {len(token_ids)} tokens, the context {self._max_model_len}; "
+                "shorten it or raise --max-model-len",
+                field,
+                "context_length_exceeded",
+            )
         if asked is not None and 1 <= room < asked[1]:
             raise InvalidRequest(
                 f"{asked[0]}={asked[1]} is too large: the prompt has {len(token_ids)} tokens of a "

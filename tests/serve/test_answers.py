@@ -471,3 +471,65 @@ def test_a_form_that_cannot_be_is_a_400_that_says_why(form, field):
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == field
     assert len(reply.json()["error"]["message"]) > len(field) + 5
+
+
+# Any fields together.
+
+VALUES: dict[str, list[Any]] = {
+    "n": [0, 1, 2, 129],
+    "best_of": [1, 2],
+    "max_tokens": [0, 1, 5, 64, 10**9],
+    "max_completion_tokens": [0, 3],
+    "min_tokens": [0, 2],
+    "temperature": [0, 1.5],
+    "seed": [-(2**63), 2**63 - 1],
+    "logit_bias": [{}, {"5": -100}, {"٣": 1}, {"4294967296": 1}],
+    "allowed_token_ids": [[], [5], [2**40], [-1]],
+    "bad_words": [[], ["x", " \n"], ["é" * 50]],
+    "stop": ["o", ["😀", "\ufffd"]],
+    "logprobs": [True, False, 0, 3, 20],
+    "top_logprobs": [0, 5, 20],
+    "prompt_logprobs": [0, 3],
+    "echo": [True, False],
+    "return_token_ids": [True],
+    "truncate_prompt_tokens": [-1, 1, 64, 65],
+    "add_generation_prompt": [False],
+    "continue_final_message": [True],
+    "chat_template": ["{{ x }}"],
+    "chat_template_kwargs": [{}, {"x": [None]}, {"messages": []}],
+    "response_format": [{"type": "text"}, {"type": "json_object"}, SCHEMA],
+    "structured_outputs": [
+        {"regex": "a{2}"},
+        {"regex": "["},
+        {"json": "[]"},
+        {"choice": ["", "a"]},
+    ],
+    "request_id": ["x" * 256, "\u2028"],
+    "cache_salt": ["s"],
+    "stream": [True],
+    "stream_options": [{"include_usage": True}],
+}
+combinations = st.lists(st.sampled_from(sorted(VALUES)), max_size=5, unique=True).flatmap(
+    lambda names: st.fixed_dictionaries({name: st.sampled_from(VALUES[name]) for name in names})
+)
+
+
+@given(
+    calls=st.lists(combinations, min_size=1, max_size=8), path=st.sampled_from([CHAT, COMPLETIONS])
+)
+@settings(max_examples=60)
+def test_fields_in_any_combination_are_answered_or_refused_by_name(calls, path):
+    prompt = {"messages": HELLO} if path == CHAT else {"prompt": ["fox", "你"]}
+
+    async def run() -> list[httpx.Response]:
+        async with client_of(saying()) as client:
+            return [await client.post(path, json={**prompt, **call}) for call in calls]
+
+    for call, reply in zip(calls, asyncio.run(run()), strict=True):
+        assert reply.status_code in (200, 400), reply.text
+        if reply.status_code == 400:
+            assert reply.json()["error"]["param"] in {*call, "response_format", "messages"}
+        elif call.get("stream"):
+            assert "error" not in events_of(reply.text)[-1]
+        else:
+            assert len(reply.json()["choices"]) == call.get("n", 1) * (1 if path == CHAT else 2)

@@ -221,7 +221,7 @@ async def test_one_refused_prompt_of_several_refuses_the_call_and_ends_the_other
         ("/v1/completions", {"prompt": ["a"] * 65}, 400, "prompt", "65 requests, at most 64"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
         ("/v1/chat/completions", {"messages": "hi"}, 400, "messages", "valid list"),
-        ("/v1/chat/completions", {"messages": HELLO * 9}, 400, "messages", "too many"),
+        ("/v1/chat/completions", {"messages": HELLO * 9}, 400, "messages", "the context 64"),
         ("/tokenize", {}, 400, "prompt", "either"),
         ("/tokenize", {"prompt": "x", "foo": 1}, 400, "foo", "unknown field"),
         ("/detokenize", {"tokens": [10**12]}, 400, "tokens", "not in the vocabulary"),

@@ -83,6 +83,13 @@ def test_a_truncated_prompt_is_the_end_of_the_whole_one_with_its_bos(prompt, kep
     assert list(cut.token_ids[added:]) == ids[len(ids) - kept + added :]
 
 
+def test_ids_beyond_the_context_are_refused_before_they_are_spelled(monkeypatch):
+    monkeypatch.setattr(TEXT, "spell", None)
+    with pytest.raises(InvalidRequest, match="has 65 tokens, the context 64") as refused:
+        reader().of_completion(completion(prompt=[5] * 65, echo=True))
+    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
+
+
 def test_ids_and_conversations_are_truncated_too():
     ids = list(range(3, 50))
     assert (
