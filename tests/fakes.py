@@ -167,6 +167,10 @@ class FakeRunner:
         self.weights = 0
         self.calls: list[str] = []
 
+    def update_params(self, tree: Any) -> None:
+        """The next weights; ``tree`` is not looked at."""
+        self.weights += 1
+
     def permute_rows(self, sources_B: np.ndarray) -> None:
         check_specs(sources_B, permutation_spec(self.max_num_seqs))
         self.calls.append("permute")

@@ -6,9 +6,9 @@ a row reads, and so its tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -28,6 +28,18 @@ LONGEST = 63
 
 
 @dataclass
+class Asked:
+    """A request, and how to tell its answer: ``known`` tokens, then those that ``weights`` draw.
+
+    ``weights`` is None once a part of its K/V was made by other weights than the rest.
+    """
+
+    prompt: list[int]
+    weights: int | None
+    known: list[int] = field(default_factory=list)
+
+
+@dataclass
 class Conversation:
     """Turns of one user; each begins with the turn before it and its answer."""
 
@@ -39,7 +51,7 @@ class Conversation:
     choices: int = 1
     begins: int = 0
     abort: int | None = None  # steps after which the turn that runs is ended
-    asked: dict[str, tuple[list[int], int | None]] = field(default_factory=dict)
+    asked: dict[str, Asked] = field(default_factory=dict)
     waits_for: str | None = None
 
     def prompt_after(self, outcomes: dict[str, Outcome]) -> list[int] | None:
@@ -51,17 +63,23 @@ class Conversation:
         outcome = outcomes.get(self.waits_for)
         if outcome is None or outcome.last is None:
             return None
-        prompt = self.asked[self.waits_for][0] + outcome.tokens + self.turns[0]
+        prompt = self.asked[self.waits_for].prompt + outcome.tokens + self.turns[0]
         return prompt if len(prompt) <= LONGEST else None
 
 
 class Chat:
     """Drives an engine with conversations, resets and new weights, and checks every answer."""
 
-    def __init__(self, conversations: list[Conversation], **changes: Any) -> None:
+    def __init__(
+        self,
+        conversations: list[Conversation],
+        on_update: Literal["keep", "recompute"] = "keep",
+        **changes: Any,
+    ) -> None:
         self.engine, self.runner = build(**changes)
         self.caching = changes.get("enable_prefix_caching", True)
         self.conversations = conversations
+        self.on_update: Literal["keep", "recompute"] = on_update
         self.outcomes: dict[str, Outcome] = {}
 
     def run(self, resets: set[int], new_weights: set[int], steps: int = 120) -> None:
@@ -77,16 +95,24 @@ class Chat:
             self.check_isolation()
         drain(self.engine, self.outcomes)
         for conversation in self.conversations:
-            for name, (prompt, weights) in conversation.asked.items():
-                self.check(name, prompt, conversation.params, weights)
+            for name, asked in conversation.asked.items():
+                self.check(self.outcomes[name], asked, conversation.params)
 
     def change_weights(self) -> None:
-        self.runner.weights += 1
-        self.engine._scheduler.reset_prefix_cache(self.runner.weights)
+        self.engine.update_params(None, requests=self.on_update)
+        self.engine.audit()
         for conversation in self.conversations:
-            for name, (prompt, _) in conversation.asked.items():
-                if name not in self.outcomes or self.outcomes[name].last is None:
-                    conversation.asked[name] = (prompt, None)  # made by two sets of weights
+            for name, asked in conversation.asked.items():
+                request = self.engine._scheduler.find(name)
+                if request is None:
+                    continue
+                if self.on_update == "recompute":
+                    asked.weights = self.runner.weights
+                    asked.known = list(request.output_token_ids)
+                elif request.first_scheduled_at is not None:
+                    asked.weights = None
+                else:
+                    asked.weights = self.runner.weights
 
     def speak(self, conversation: Conversation, now: int) -> None:
         if now < conversation.begins:
@@ -107,22 +133,23 @@ class Chat:
                 cache_salt=conversation.salt,
                 group=turn if conversation.choices > 1 else None,
             )
-            conversation.asked[name] = (prompt, self.runner.weights)
+            conversation.asked[name] = Asked(prompt, self.runner.weights)
             conversation.waits_for = name
 
-    def check(
-        self, name: str, prompt: list[int], params: SamplingParams, weights: int | None
-    ) -> None:
-        outcome = self.outcomes[name]
-        if weights is None:
+    @staticmethod
+    def check(outcome: Outcome, asked: Asked, params: SamplingParams) -> None:
+        if asked.weights is None:
             return
-        tokens, reason = expected(prompt, params, weights=weights)
+        assert params.max_tokens is not None
+        left = replace(params, max_tokens=params.max_tokens - len(asked.known))
+        tokens, reason = expected(asked.prompt + asked.known, left, weights=asked.weights)
+        tokens = asked.known + tokens
         if outcome.result[1] == "abort":
             assert outcome.tokens == tokens[: len(outcome.tokens)]
         else:
             assert outcome.result == (tokens, reason)
         assert outcome.last is not None
-        assert outcome.last.num_cached_tokens in range(0, len(prompt), 8)
+        assert outcome.last.num_cached_tokens in range(0, len(asked.prompt), 8)
 
     def check_isolation(self) -> None:
         for one, other in combinations(self.engine._scheduler.running.values(), 2):
@@ -170,6 +197,7 @@ MOMENTS = st.sets(st.integers(0, 60), max_size=2)
             "max_num_batched_tokens": st.sampled_from([5, 8, 17, 64]),
             "watermark": st.sampled_from([0.0, 0.1, 0.9]),
             "enable_prefix_caching": st.booleans(),
+            "on_update": st.sampled_from(["keep", "recompute"]),
         }
     ),
 )
@@ -194,19 +222,23 @@ def busy(**changes: Any) -> Chat:
         Conversation("late", STEM * 2 + [9], [[], *said], greedy(12), begins=45),
         Conversation("later", [*STEM, 4, 4], [[], *said], greedy(12), begins=60),
     ]
-    return Chat(talks, **{"num_blocks": 1 + 13} | changes)
+    values: dict[str, Any] = {"num_blocks": 1 + 13}
+    return Chat(talks, **values | changes)
 
 
 def run_busy(chat: Chat) -> None:
     chat.run(set(), {44})
 
 
+@pytest.mark.parametrize("on_update", ["keep", "recompute"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_busy_chat_shares_evicts_and_preempts_and_every_answer_is_right(caching, monkeypatch):
+def test_a_busy_chat_shares_evicts_and_preempts_and_every_answer_is_right(
+    caching, on_update, monkeypatch
+):
     evictions = []
     evict = BlockPool._evict
     monkeypatch.setattr(BlockPool, "_evict", lambda p: evictions.append(1) or evict(p))
-    chat = busy(enable_prefix_caching=caching)
+    chat = busy(enable_prefix_caching=caching, on_update=on_update)
     run_busy(chat)
     stats = chat.engine.stats()
     assert stats.prefix_cache_hits > 0  # without caching, the choices of one answer share
