@@ -156,7 +156,8 @@ class Request:
     @property
     def waits_for_token(self) -> bool:
         """True when the next draw depends on one that is not read back."""
-        return bool(self.rules is not None and self.num_in_flight and self.rules.needs_last_token)
+        rules = self.rules
+        return rules is not None and self.num_in_flight > 0 and rules.needs_last_token
 
     @property
     def scores_prompt(self) -> bool:
