@@ -66,10 +66,9 @@ class Generator:
         arrived: float,
     ) -> Call:
         prompts, params = await asyncio.to_thread(read)
-        constraint = asked.constraint()
         grammar = None
-        if constraint is not None:
-            field = "response_format" if asked.structured_outputs is None else "structured_outputs"
+        if (bound := asked.constraint()) is not None:
+            field, constraint = bound
             grammar = await self.grammars.compile(constraint, field)
         return Call(
             engine=self.engine,

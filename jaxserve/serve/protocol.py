@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from jaxserve.config import MAX_LOGPROBS, SamplingParams
 from jaxserve.errors import InvalidRequest
+from jaxserve.serve.forms import ResponseFormat, StructuredOutputs
 from jaxserve.serve.records import Record
 from jaxserve.serve.responses import AnswerOptions
 from jaxserve.serve.structured import Constraint
@@ -20,70 +21,6 @@ class StreamOptions(Record):
     """What a stream carries besides the text."""
 
     include_usage: bool = False
-
-
-class JsonSchema(Record):
-    """OpenAI's wrapper of a JSON schema. Every schema is kept to, ``strict`` or not."""
-
-    name: str
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
-    strict: bool = False
-
-
-class ResponseFormat(Record):
-    """The form an answer must have."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _schema_belongs_to_its_type(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise InvalidRequest(
-                "response_format: json_schema comes with type json_schema, and with no other",
-                "response_format",
-            )
-        return self
-
-    def constraint(self) -> Constraint | None:
-        """What an answer must match; None for any text."""
-        if self.json_schema is not None:
-            return Constraint("json_schema", self.json_schema.schema_)
-        return Constraint("json_schema", {"type": "object"}) if self.type == "json_object" else None
-
-
-class StructuredOutputs(Record):
-    """vLLM's constraints on an answer, of which one is given."""
-
-    json_: str | dict[str, Any] | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
-    grammar: str | None = None
-    json_object: Literal[True] | None = None
-
-    @model_validator(mode="after")
-    def _one_constraint(self) -> Self:
-        given = sum(value is not None for value in self.model_dump().values())
-        if given != 1:
-            raise InvalidRequest(
-                f"structured_outputs holds {given} constraints, must be one of json, regex, "
-                "choice, grammar, json_object",
-                "structured_outputs",
-            )
-        return self
-
-    def constraint(self) -> Constraint:
-        """What an answer must match."""
-        if self.json_ is not None:
-            return Constraint("json_schema", self.json_)
-        if self.regex is not None:
-            return Constraint("regex", self.regex)
-        if self.choice is not None:
-            return Constraint("choice", self.choice)
-        if self.grammar is not None:
-            return Constraint("grammar", self.grammar)
-        return Constraint("json_schema", {"type": "object"})
 
 
 class Generation(Record):
@@ -166,20 +103,24 @@ class Generation(Record):
             )
         if not (self.request_id or "").isprintable():
             raise InvalidRequest("request_id holds unprintable characters", "request_id")
-        if self.constraint() is not None and self.structured_outputs is not None:
-            formatted = self.response_format and self.response_format.constraint()
-            if formatted is not None:
-                raise InvalidRequest(
-                    "structured_outputs and response_format both constrain the answer; send one",
-                    "structured_outputs",
-                )
+        if len(self._constraints()) > 1:
+            raise InvalidRequest(
+                "structured_outputs and response_format both constrain the answer; send one",
+                "structured_outputs",
+            )
         return self
 
-    def constraint(self) -> Constraint | None:
-        """What every answer must match; None for any text."""
-        if self.structured_outputs is not None:
-            return self.structured_outputs.constraint()
-        return None if self.response_format is None else self.response_format.constraint()
+    def constraint(self) -> tuple[str, Constraint] | None:
+        """The field that says what every answer must match, and that; None for any text."""
+        return next(iter(self._constraints().items()), None)
+
+    def _constraints(self) -> dict[str, Constraint]:
+        forms = {
+            "response_format": self.response_format,
+            "structured_outputs": self.structured_outputs,
+        }
+        asked = {field: form.constraint() for field, form in forms.items() if form is not None}
+        return {field: constraint for field, constraint in asked.items() if constraint is not None}
 
     def asked_max_tokens(self) -> tuple[str, int] | None:
         """The field that bounds an answer and its value, where the client sent one."""

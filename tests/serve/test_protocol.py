@@ -123,7 +123,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"const": None}}}
     ],
 )
 def test_the_form_of_an_answer_is_asked_for_in_openais_or_vllms_way(fields, constraint):
-    expected = None if constraint is None else Constraint(*constraint)
+    field = next((name for name in ("structured_outputs", "response_format") if name in fields), "")
+    expected = None if constraint is None else (field, Constraint(*constraint))
     assert completion(**fields).constraint() == chat(**fields).constraint() == expected
 
 
