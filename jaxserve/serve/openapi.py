@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,6 +96,7 @@ def body(kind: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     return {"requestBody": {"required": required, "content": content}}
 
 
+@functools.cache  # dear, and the same for every app
 def _schemas(kind: type[BaseModel]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The schema of a body, and those it refers to, by name.
 
