@@ -15,28 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jaxserve_kernels.tiling import SplitRule
+
 LOG2_E = math.log2(math.e)
 FLOOR = float(jnp.finfo(jnp.float32).min)
 """Below every score, and finite: the difference of two peaks is never NaN."""
-
-
-class SplitRule(NamedTuple):
-    """How a row is cut into splits, whose sizes are in tiles of ``keys``.
-
-    A split is a ``few_splits``-th of its row, between ``min_split`` and ``mid_split``, or as long
-    as ``max_splits`` of them must be.
-    """
-
-    keys: int
-    few_splits: int
-    min_split: int
-    mid_split: int
-    max_splits: int
-
-    def most(self, tokens: int) -> int:
-        """Splits that a row which reads up to ``tokens`` may have."""
-        tiles = -(-tokens // self.keys) + 1
-        return min(self.max_splits, -(-tiles // self.min_split))
 
 
 class Sums(NamedTuple):
@@ -68,6 +51,11 @@ def cdiv(a: jax.Array, b: jax.Array | int) -> jax.Array:
     return lax.div(a + (b - 1), jnp.asarray(b, jnp.int32))
 
 
+def lanes(size: int) -> jax.Array:
+    """0, 1, ... up to ``size`` rounded up to a power of two, as Triton's arrays must be."""
+    return lax.iota(jnp.int32, pl.next_power_of_2(size))
+
+
 def span_of(length: jax.Array, rule: SplitRule, window: int | None) -> Span:
     """What a row of ``length`` tokens reads."""
     first = jnp.zeros_like(length) if window is None else jnp.maximum(length - window, 0)
@@ -75,6 +63,17 @@ def span_of(length: jax.Array, rule: SplitRule, window: int | None) -> Span:
     per_split = jnp.clip(cdiv(end - start, rule.few_splits), rule.min_split, rule.mid_split)
     per_split = jnp.maximum(per_split, cdiv(end - start, rule.max_splits))
     return Span(first, length, start, end, per_split)
+
+
+def divided(sums: Sums, sink_G: jax.Array | None) -> jax.Array:
+    """The result, zeros where nothing was seen; ``sink_G`` are scores whose values are zero."""
+    keep_G, total_G = jnp.ones_like(sums.total_G), sums.total_G
+    if sink_G is not None:
+        sink_G *= LOG2_E
+        peak_G = jnp.maximum(sums.peak_G, sink_G)
+        keep_G = jnp.exp2(sums.peak_G - peak_G)
+        total_G = keep_G * total_G + jnp.exp2(sink_G - peak_G)
+    return sums.values_GH * (keep_G / jnp.where(total_G == 0.0, 1.0, total_G))[..., None]
 
 
 def _merge_kernel(
@@ -91,23 +90,20 @@ def _merge_kernel(
     G, H = out_ref.shape[1] // sums.values_GH.shape[1], out_ref.shape[2]
     head, member = lax.div(query_head, jnp.int32(G)), lax.rem(query_head, jnp.int32(G))
     # As many lanes for any table, so that the order of the sum does not depend on its width.
-    split, lane = lax.iota(jnp.int32, rule.max_splits), lax.iota(jnp.int32, H)
+    split, lane = lanes(rule.max_splits), lanes(H)
     mask_S = split < span_of(plt.load(lengths_ref.at[row]), rule, window).splits
     at = (row, head, split, member)
     peak_S = plt.load(sums.peak_G.at[at], mask=mask_S, other=FLOOR)
     total_S = plt.load(sums.total_G.at[at], mask=mask_S, other=0.0)
     at_values = (row, head, split[:, None], member, lane[None])
-    values_SH = plt.load(sums.values_GH.at[at_values], mask=mask_S[:, None], other=0.0)
+    mask_SH = mask_S[:, None] & (lane < H)[None]
+    values_SH = plt.load(sums.values_GH.at[at_values], mask=mask_SH, other=0.0)
     peak = jnp.max(peak_S)
-    sink = None if sinks_ref is None else plt.load(sinks_ref.at[query_head]) * LOG2_E
-    if sink is not None:
-        peak = jnp.maximum(peak, sink)
     keep_S = jnp.where(mask_S, jnp.exp2(peak_S - peak), 0.0)
-    total = jnp.sum(keep_S * total_S)
-    if sink is not None:
-        total += jnp.exp2(sink - peak)
-    values_H = jnp.sum(keep_S[:, None] * values_SH, axis=0) / jnp.where(total == 0.0, 1.0, total)
-    plt.store(out_ref.at[row, query_head, lane], values_H.astype(out_ref.dtype))
+    merged = Sums(peak, jnp.sum(keep_S * total_S), jnp.sum(keep_S[:, None] * values_SH, axis=0))
+    result_H = divided(merged, None if sinks_ref is None else plt.load(sinks_ref.at[query_head]))
+    at_out = (row, query_head, lane)
+    plt.store(out_ref.at[at_out], result_H.astype(out_ref.dtype), mask=lane < H)
 
 
 def merge_splits(
@@ -122,8 +118,8 @@ def merge_splits(
 ) -> jax.Array:
     """The result ``out`` [B, N, H] of sums [B, K, S, X] twice and [B, K, S, X, H].
 
-    ``max_splits`` and H are powers of two. X may be more than N // K: what lies past that is not
-    read, nor are splits that a row does not have. A row without any gives zeros.
+    X may be more than N // K: what lies past that is not read, nor are splits that a row does not
+    have. A row without any gives zeros.
     """
     return pl.pallas_call(
         partial(_merge_kernel, rule=rule, window=window),

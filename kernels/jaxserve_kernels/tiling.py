@@ -36,49 +36,66 @@ def prefill_tile(tokens: int, block_size: int, blocks_per_row: int) -> PrefillTi
     )
 
 
-class DecodePlan(NamedTuple):
-    """How the GPU decode kernel cuts the rows of a step up; sizes of splits are in tiles.
+class SplitRule(NamedTuple):
+    """How a decode row is cut into splits, whose sizes are in tiles of ``keys``.
 
-    A row's splits are each a ``few_splits``-th of it, between ``min_split`` and ``mid_split``, or
-    as long as ``max_splits`` of them must be. ``splits`` is the most any row of this width has,
-    ``programs`` how many work on a row and kv head, which changes no result.
+    A split is a ``few_splits``-th of its row, between ``min_split`` and ``mid_split``, or as long
+    as ``max_splits`` of them must be.
     """
 
     keys: int
-    group: int
-    warps: int
-    stages: int
     few_splits: int
     min_split: int
     mid_split: int
     max_splits: int
-    splits: int
-    programs: int
-    merge_warps: int
+
+    def most(self, tokens: int) -> int:
+        """Splits that a row which reads up to ``tokens`` may have."""
+        tiles = -(-tokens // self.keys) + 1
+        return min(self.max_splits, -(-tiles // self.min_split))
 
 
-def decode_plan(
-    pairs: int, width: int, group: int, head_size: int, compute_bytes: int
-) -> DecodePlan:
-    """The plan of a step of ``pairs`` (row, kv head) whose rows read up to ``width`` tokens.
+def split_rule(keys: int) -> SplitRule:
+    """The rule of kernels that take ``keys`` in a trip.
 
-    ``group`` query heads share a kv head; products take operands of ``compute_bytes``.
+    256 tokens at least, so that sums of a split are a hundredth of what it reads; 16 splits, which
+    spread one row over a GPU; 1024 tokens before there are more, and 32 at most, since each is
+    memory for every row of a step.
+    """
+    return SplitRule(keys, 16, max(1, 256 // keys), max(1, 1024 // keys), 32)
+
+
+def programs_sharing(splits: int, pairs: int) -> int:
+    """Programs that share the splits of one of ``pairs`` (row, kv head); it changes no result.
+
+    About 1024 in all keep every multiprocessor busy however unlike the rows; more would start for
+    splits that few rows have.
+    """
+    return max(1, min(splits, -(-1024 // pairs)))
+
+
+class DecodePlan(NamedTuple):
+    """How a program of the Triton decode kernel works; ``group`` query heads are multiplied."""
+
+    rule: SplitRule
+    group: int
+    warps: int
+    stages: int
+
+
+def decode_plan(group: int, head_size: int, operand_bytes: int) -> DecodePlan:
+    """The plan for ``group`` query heads a kv head; products take operands of ``operand_bytes``.
+
+    A trip takes up to 32 KiB of keys and values as multiplied, and five stages keep two trips of
+    copies in flight (two more go to the lookup of blocks): 64 KiB a program, three programs a
+    multiprocessor of a Hopper GPU, one of the smallest's. Larger trips spill registers. Tensor
+    cores take at least 16 queries.
     """
     lanes = 1 << (head_size - 1).bit_length()
-    keys = min(64, 2**14 // (lanes * compute_bytes))
-    min_split, mid_split, max_splits = 256 // keys, 1024 // keys, 32
-    tiles = -(-width // keys) + 1
-    splits = min(max_splits, -(-tiles // min_split))
+    queries = max(16, 1 << (group - 1).bit_length())
     return DecodePlan(
-        keys=keys,
-        group=max(16, 1 << (group - 1).bit_length()),
-        warps=4,
+        rule=split_rule(min(64, 2**14 // (lanes * operand_bytes))),
+        group=queries,
+        warps=4 if queries * lanes <= 2**13 else 8,
         stages=5,
-        few_splits=16,
-        min_split=min_split,
-        mid_split=mid_split,
-        max_splits=max_splits,
-        splits=splits,
-        programs=max(1, min(splits, -(-1024 // pairs))),
-        merge_warps=4,
     )

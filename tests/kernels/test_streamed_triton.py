@@ -8,47 +8,35 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxserve_kernels import paged_attention, reference, streamed_triton, tiling, widening
+from jaxserve_kernels import paged_attention, reference, splits, streamed_triton, tiling, widening
 
 K, Z, H = 1, 16, 64
 
 
-def options(width: int, window: int | None) -> streamed_triton._Options:
-    seen = width if window is None else min(width, window)
-    plan = tiling.decode_plan(8, seen, 4, 128, 2)
-    return streamed_triton._Options(0.1, window, None, plan, jnp.bfloat16, 1)
-
-
 @given(
+    keys=st.sampled_from([16, 32, 64]),
     width=st.integers(1, 200_000),
     window=st.none() | st.integers(1, 9000),
+    pairs=st.integers(1, 4096),
     seed=st.integers(0, 2**16),
 )
-def test_the_splits_of_any_row_are_whole_tiles_that_fit_the_plan(width, window, seed):
-    fixed = options(width, window)
-    plan = fixed.plan
+def test_the_splits_of_any_row_are_whole_tiles_that_fit_the_plan(keys, width, window, pairs, seed):
+    rule = tiling.split_rule(keys)
+    most = rule.most(width if window is None else min(width, window))
     lengths = np.random.default_rng(seed).integers(0, width + 1, 64, np.int32)
     lengths[:2] = 0, width
-    span = jax.vmap(partial(streamed_triton._span, options=fixed))(lengths)
-    splits = np.asarray(jax.vmap(lambda s: s.splits)(span))
+    span = jax.vmap(partial(splits.span_of, rule=rule, window=window))(lengths)
+    counts = np.asarray(jax.vmap(lambda s: s.splits)(span))
     first, start, end, per_split = map(np.asarray, (span.first, *span[2:]))
     np.testing.assert_array_equal(first, np.maximum(lengths - (window or width), 0))
-    np.testing.assert_array_equal(start, first // plan.keys)
-    np.testing.assert_array_equal(end, -(-lengths // plan.keys))
-    assert (splits[lengths > 0] >= 1).all()
-    assert (splits[lengths == 0] == 0).all()
-    assert (splits <= plan.splits).all()
-    assert (splits * per_split >= end - start).all()
-    assert ((splits - 1) * per_split < np.maximum(end - start, 1)).all()
-    assert 1 <= plan.programs <= plan.splits <= plan.max_splits
-
-
-@given(length=st.integers(1, 200_000), widths=st.tuples(st.integers(0, 9999), st.integers(0, 9999)))
-def test_neither_the_table_nor_the_batch_moves_a_split(length, widths):
-    spans = [
-        streamed_triton._span(jnp.int32(length), options(length + more, None)) for more in widths
-    ]
-    assert len({tuple(map(int, span)) for span in spans}) == 1
+    np.testing.assert_array_equal(start, first // keys)
+    np.testing.assert_array_equal(end, -(-lengths // keys))
+    assert (counts[lengths > 0] >= 1).all()
+    assert (counts[lengths == 0] == 0).all()
+    assert (counts <= most).all()
+    assert (counts * per_split >= end - start).all()
+    assert ((counts - 1) * per_split < np.maximum(end - start, 1)).all()
+    assert 1 <= tiling.programs_sharing(most, pairs) <= most <= rule.max_splits
 
 
 LENGTHS = (0, 1, 255, 257, 2100, 5000)
@@ -71,7 +59,7 @@ def test_rows_of_many_splits_equal_the_reference(long_rows, sinks):
     np.testing.assert_allclose(np.asarray(got), want, atol=4e-6, rtol=4e-6)
 
 
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("programs", [3])
 def test_how_many_programs_share_a_row_changes_no_bit(long_rows, monkeypatch, programs):
     call = partial(
         streamed_triton.paged_attention,
@@ -82,9 +70,8 @@ def test_how_many_programs_share_a_row_changes_no_bit(long_rows, monkeypatch, pr
         interpret=True,
     )
     many = np.asarray(jax.jit(call)(*long_rows))
-    plan = streamed_triton.decode_plan(6, 5008, 3, H, 4)
-    assert plan.programs > programs
-    monkeypatch.setattr(streamed_triton, "decode_plan", lambda *_: plan._replace(programs=programs))
+    assert tiling.programs_sharing(20, len(LENGTHS)) > programs
+    monkeypatch.setattr(streamed_triton, "programs_sharing", lambda *_: programs)
     few = np.asarray(jax.jit(lambda *arrays: call(*arrays))(*long_rows))
     np.testing.assert_array_equal(few, many)
 
