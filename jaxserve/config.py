@@ -16,7 +16,9 @@ from typing import Any, Literal, get_args
 
 from jaxserve.errors import ConfigError, InvalidRequest
 
-AttentionBackend = Literal["auto", "rectangle", "streamed", "streamed_xla", "streamed_triton"]
+AttentionBackend = Literal[
+    "auto", "rectangle", "streamed", "streamed_xla", "streamed_triton", "streamed_mosaic"
+]
 DType = Literal["float32", "bfloat16", "float16"]
 
 

@@ -207,6 +207,8 @@ def bench(copy_bytes_per_s: float, *, tiny: bool) -> Iterator[Point]:
     if jax.default_backend() == "gpu":
         names = [name for name in names if name != "streamed_xla"]  # loops of launches: no rival
         names += [JAX_OWN]
+    else:
+        names.remove("streamed_mosaic")  # interpreted, a call takes seconds
     if importlib.util.find_spec("flashinfer") is not None:
         names += [FLASHINFER]
     for _, group in itertools.groupby(shapes(tiny=tiny), lambda s: (s.num_heads, s.num_kv_heads)):

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxserve_kernels import rectangle, streamed_triton, streamed_xla
+from jaxserve_kernels import rectangle, streamed_mosaic, streamed_triton, streamed_xla
 from jaxserve_kernels.arguments import (
     check_int32,
     check_options,
@@ -37,9 +37,10 @@ _MODULES: dict[str, ModuleType] = {
     "rectangle": rectangle,
     "streamed_xla": streamed_xla,
     "streamed_triton": streamed_triton,
+    "streamed_mosaic": streamed_mosaic,  # in no family until a GPU has said that it is faster
 }
 # Written for NVIDIA GPUs: these take ``interpret``, which is on where they are lowered for others.
-_KERNELS = frozenset({"streamed_triton"})
+_KERNELS = frozenset({"streamed_triton", "streamed_mosaic"})
 # Members of a family in the order they are tried: lowered for CUDA, lowered for anything else.
 _FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "auto": (("streamed_triton", "streamed_xla", "rectangle"), ("streamed_xla", "rectangle")),

@@ -1,7 +1,8 @@
 """Paged decode streamed by a Pallas kernel for Hopper, lowered by Mosaic GPU.
 
 A row's splits follow from its own length alone, so it has the same bits in any batch. Each leaves
-its sums in float32, not yet divided, and a second kernel merges them.
+its sums in float32, not yet divided, and a second kernel merges them. Prefill, where products and
+not memory set the pace, is the Triton kernel's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from jax.extend.backend import get_default_device
 
 from jaxserve_kernels.arguments import Extras
 from jaxserve_kernels.splits import SplitRule, merge_splits
+from jaxserve_kernels.streamed_triton_prefill import paged_prefill
+
+__all__ = ["paged_attention", "paged_prefill"]
 
 _OLDEST_JAX = (0, 11, 2)
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
@@ -30,7 +34,8 @@ def _check(q_BNH: jax.Array, pool: jax.Array, interpret: bool) -> None:
         )
     device = jax.sharding.get_abstract_mesh().abstract_device or get_default_device()
     # A process without a GPU may lower for one that its devices do not name.
-    if not interpret and device.platform == "gpu" and not _HOPPER.search(device.device_kind):
+    on_gpu = device.platform in ("gpu", "cuda")
+    if not interpret and on_gpu and not _HOPPER.search(device.device_kind):
         raise NotImplementedError(f"{device.device_kind} is no Hopper GPU")
     _, K, Z, H = pool.shape
     if q_BNH.dtype != pool.dtype or pool.dtype.name not in ("bfloat16", "float16"):

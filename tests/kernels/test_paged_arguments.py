@@ -81,6 +81,10 @@ def test_a_wrong_argument_is_named_with_both_numbers(op, wrong, message):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_name_of_an_implementation_runs(op, implementation):
     arguments = good(op)
+    if implementation == "streamed_mosaic" and op is paged_attention:
+        with pytest.raises(NotImplementedError, match=r"streamed_mosaic: (jax 0\.10|.* float32)"):
+            op(**arguments, implementation=implementation)
+        return
     q = arguments["q_BNH" if op is paged_attention else "q_TNH"]
     out = jax.eval_shape(lambda: op(**arguments, implementation=implementation))
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
