@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,6 +53,7 @@ from jaxserve.runtime.sizing import (
     plan_sizes,
     step_shapes,
 )
+from jaxserve.runtime.weights import first_params
 from jaxserve.sched.outputs import EngineStats, RequestUpdate
 from jaxserve.serve.admin import engine_actions
 from jaxserve.serve.app import AppParts, create_app
@@ -144,6 +146,7 @@ def build_engine(
     config: EngineConfig,
     boot: BootConfig | None = None,
     *,
+    params: Any = None,
     xla_flags: str = "",
     capture_recorder: Recorder = record,
     memory_stats: MemoryStats = lambda: jax.local_devices()[0].memory_stats(),
@@ -154,7 +157,8 @@ def build_engine(
     """From a checkpoint to an engine that will compile nothing more.
 
     ``capture_recorder`` makes an executable that the cache does not have; ``xla_flags`` is part of
-    the cache's keys. ``report`` gets one line a phase and one an executable. Raises BootError.
+    the cache's keys. ``params`` are weights already there, see ``first_params``. ``report`` gets
+    one line a phase and one an executable. Raises BootError.
     """
     laps = laps or Laps()
     boot = boot or BootConfig()
@@ -174,9 +178,11 @@ def build_engine(
 
     size = format_bytes(weight_bytes(model, config.dtype))
     report(f"loading {checkpoint.name}: {size} of {config.dtype} weights")
-    params = place_params(
-        model, config.dtype, checkpoint, progress, stacked=stacks_layers(platform)
-    )
+    stacked = stacks_layers(platform)
+    if params is None:
+        placed = place_params(model, config.dtype, checkpoint, progress, stacked=stacked)
+    else:
+        placed = first_params(params, model, config.dtype, stacked=stacked)
     laps.lap(("weights", 1))
 
     cache = None
@@ -222,7 +228,7 @@ def build_engine(
         )
     )
     report("allocating the pool")
-    runner = allocate(params, executables, shapes, pool)
+    runner = allocate(placed, executables, shapes, pool)
     laps.lap(("pool", 1))
     if boot.warm and config.capture_decode:
         report(f"warming {len(executables.all)} executables")

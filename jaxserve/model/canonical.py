@@ -40,12 +40,16 @@ def _shape(leaf: Any, turned: bool) -> tuple[int, ...]:
     return tuple(leaf.shape[::-1] if turned else leaf.shape)
 
 
-def canonical_tensors(tree: Any) -> dict[str, tuple[Any, bool]]:
-    """Hugging Face name -> (array, whether it is [in, out]) of a canonical tree."""
+def pure_tree(tree: Any) -> Any:
+    """A canonical tree as plain containers of arrays."""
     if isinstance(tree, nnx.Module):
         tree = nnx.state(tree)
-    if isinstance(tree, nnx.State):
-        tree = nnx.to_pure_dict(tree)
+    return nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
+
+
+def canonical_tensors(tree: Any) -> dict[str, tuple[Any, bool]]:
+    """Hugging Face name -> (array, whether it is [in, out]) of a canonical tree."""
+    tree = pure_tree(tree)
     tensors: dict[str, tuple[Any, bool]] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         keys = ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path).split(".")
@@ -106,6 +110,12 @@ def engine_params(tree: Any, config: ModelConfig, *, stacked: bool) -> Params:
         return leaf.T if turned else leaf
 
     return build_params(config, get, concat=jnp.concatenate, stacked=stacked)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def fuse_params(tree: Any, config: ModelConfig, stacked: bool) -> Params:
+    """``engine_params`` in one jitted call, beside ``tree``."""
+    return engine_params(tree, config, stacked=stacked)
 
 
 @partial(jax.jit, donate_argnums=0, static_argnums=(2, 3), keep_unused=True)

@@ -8,19 +8,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxserve.checkpoint import load_checkpoint
+from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError, InvalidWeights
 from jaxserve.model.canonical import (
     canonical_specs,
     check_canonical,
     check_leaf,
     check_params,
+    fuse_params,
+    pure_tree,
     replace_params,
 )
 from jaxserve.model.params import LayerParams, Params, build_params, insert_layer
 from jaxserve.runtime.executables import StepShapes
+
+
+def first_params(tree: Any, model: ModelConfig, dtype: str, *, stacked: bool) -> Params:
+    """The parameters an engine starts with: ``Params`` as they are, canonical weights fused.
+
+    Raises InvalidWeights naming the leaf.
+    """
+    if isinstance(tree, Params):
+        check_params(tree, model, dtype, stacked=stacked)
+        return jax.device_put(tree)
+    tree = pure_tree(tree)
+    check_canonical(tree, model, dtype)
+    return fuse_params(jax.device_put(tree), model, stacked)
 
 
 def updated_params(old: Params, tree: Any, shapes: StepShapes) -> Params:
@@ -41,10 +56,7 @@ def updated_params(old: Params, tree: Any, shapes: StepShapes) -> Params:
     if isinstance(tree, Params):
         check_params(tree, model, dtype, stacked=stacked)
         return jax.device_put(tree, device)
-    if isinstance(tree, nnx.Module):
-        tree = nnx.state(tree)
-    if isinstance(tree, nnx.State):
-        tree = nnx.to_pure_dict(tree)
+    tree = pure_tree(tree)
     check_canonical(tree, model, dtype)
     return replace_params(old, jax.device_put(tree, device), model, stacked)
 

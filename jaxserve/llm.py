@@ -1,0 +1,505 @@
+"""LLM: the engine in this process, for scripts, notebooks and training loops."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+from flax import nnx
+from tqdm import tqdm
+
+from jaxserve.boot import build_engine
+from jaxserve.checkpoint.load import Checkpoint, LoadFormat, load_checkpoint
+from jaxserve.checkpoint.tokenizer import TokenizerBundle
+from jaxserve.config import BootConfig, EngineConfig, ModelConfig, SamplingParams
+from jaxserve.errors import ConfigError, InvalidRequest, NotReady, RequestFailed
+from jaxserve.model.canonical import pure_tree
+from jaxserve.runtime.booted import BootedEngine
+from jaxserve.runtime.engine import OnSleep, OnUpdate
+from jaxserve.sched.outputs import EngineStats, RequestUpdate, TokenLogprobs
+from jaxserve.serve.calls import child_params
+from jaxserve.serve.detokenize import Detokenizer
+from jaxserve.serve.text import Text
+
+PromptType = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One choice: what was generated so far.
+
+    ``logprobs`` has one entry a token where asked. ``stop_reason`` is the stop string or the id of
+    the token that ended it. ``weight_versions`` are those that drew its tokens, in order.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    weight_versions: tuple[int, ...]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log probabilities, where they were asked for."""
+        return None if self.logprobs is None else sum(t.logprob for t in self.logprobs)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its choices, finished or on the way."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    num_cached_tokens: int
+
+
+@dataclass
+class _Choice:
+    """A choice that grows."""
+
+    index: int
+    detokenizer: Detokenizer | None
+    scored: bool
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    weight_versions: list[int] = field(default_factory=list)
+
+    def push(self, update: RequestUpdate) -> None:
+        """Take what a step brought."""
+        logprobs = update.logprobs or (None,) * len(update.new_token_ids)
+        for token_id, entry in zip(update.new_token_ids, logprobs, strict=True):
+            self.token_ids.append(token_id)
+            if entry is not None:
+                self.logprobs.append(entry)
+            if self.weight_versions[-1:] != [update.weight_version]:
+                self.weight_versions.append(update.weight_version)
+            if self.detokenizer is None:
+                continue
+            if token_id != update.stop_token_id:
+                self.text += self.detokenizer.push(token_id)
+            if self.detokenizer.stop_string is not None:
+                self.finish_reason, self.stop_reason = "stop", self.detokenizer.stop_string
+                return
+        if update.finish_reason is not None:
+            self.finish_reason, self.stop_reason = update.finish_reason, update.stop_token_id
+            if self.detokenizer is not None:
+                self.text += self.detokenizer.flush()
+
+    def output(self) -> CompletionOutput:
+        """As it stands."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs) if self.scored else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            weight_versions=tuple(self.weight_versions),
+        )
+
+
+@dataclass
+class _Request:
+    """A prompt whose choices run."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    choices: dict[str, _Choice]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
+    changed: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices.values())
+
+    def output(self) -> RequestOutput:
+        """As it stands."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=tuple(choice.output() for choice in self.choices.values()),
+            finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+class LLM:
+    """A model and its engine in this process; not for use by two threads at once.
+
+        with LLM() as llm:
+            print(llm.generate("The sky is", SamplingParams(max_tokens=20))[0].outputs[0].text)
+
+    ``model``: what the server's --model takes; None is the demo model. Or ``params``: the weights
+    themselves, ``Params`` or canonical (see jaxserve/model/canonical.py), of ``model_config``,
+    which an nnx module brings along; such an engine takes token ids, and with a ``tokenizer`` text.
+
+    No process is started. Of a GPU the engine takes what ``config`` says: the pool is
+    ``kv_cache_memory_bytes`` or ``num_blocks``, or what ``gpu_memory_utilization`` leaves. JAX
+    itself takes three quarters of a card at its first use in a process, unless
+    XLA_PYTHON_CLIENT_PREALLOCATE=false is set before: set it in a notebook that shares a card.
+    ``boot`` may name a directory that keeps executables for the next time.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        params: Any = None,
+        model_config: ModelConfig | None = None,
+        tokenizer: str | Path | None = None,
+        load_format: LoadFormat = "auto",
+        config: EngineConfig | None = None,
+        boot: BootConfig | None = None,
+        use_tqdm: bool = True,
+    ) -> None:
+        self._use_tqdm = use_tqdm
+        bars: dict[str, tqdm[Any]] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if use_tqdm and what not in bars:
+                bars[what] = tqdm(total=total, desc=what, leave=False)
+            if what in bars:
+                bars[what].update(done - bars[what].n)
+
+        try:
+            checkpoint = _checkpoint(model, params, model_config, tokenizer, load_format, progress)
+            bundle = None if checkpoint.tokenizer is None else checkpoint.fitting_tokenizer()
+            self._booted: BootedEngine | None = build_engine(
+                checkpoint,
+                _config(config, params),
+                boot,
+                params=params,
+                progress=progress,
+            )
+        finally:
+            for bar in bars.values():
+                bar.close()
+        self._text = None if bundle is None else _text(bundle)
+        self._requests: dict[str, _Request] = {}
+        self._owners: dict[str, _Request] = {}  # by the id of a choice
+        self._num_requests = 0
+
+    # What is asked.
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Finished outputs in the order of ``prompts``: texts or lists of token ids.
+
+        One SamplingParams for all, or one a prompt. A refused prompt refuses the call. Raises
+        InvalidRequest, RequestFailed.
+        """
+        batch = _batch(prompts)
+        settings = _settings(sampling_params, len(batch))
+        requests: list[_Request] = []
+        try:
+            for prompt, params in zip(batch, settings, strict=True):
+                requests.append(self._add(prompt, params))
+            self._finish(requests, self._use_tqdm if use_tqdm is None else use_tqdm)
+        finally:
+            for request in requests:
+                self._drop(request)
+        return [request.output() for request in requests]
+
+    def stream(
+        self, prompt: PromptType, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """The output of one prompt each time it grows, the finished one last.
+
+        Several streams may be read in turn. Leaving one early aborts it.
+        """
+        request = self._add(prompt, sampling_params or SamplingParams())
+        try:
+            while not request.finished:
+                request.changed = False
+                while not request.changed:
+                    self._step()
+                yield request.output()
+        finally:
+            self._drop(request)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[RequestOutput]:
+        """``generate`` over conversations: one, or a list of them."""
+        text = self._needs_text()
+        if messages and isinstance(messages[0], Mapping):
+            messages = [messages]  # type: ignore[list-item]
+        rendered = [
+            text.render_chat(
+                [dict(message) for message in conversation],  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                template=chat_template,
+                variables=chat_template_kwargs,
+            )
+            for conversation in messages
+        ]
+        prompts = [text.encode(one, add_special_tokens=False) for one in rendered]
+        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return [replace(output, prompt=one) for output, one in zip(outputs, rendered, strict=True)]
+
+    def score(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> Any:
+        """The model's own log probability of each token given those before it.
+
+        One list of token ids gives a list of floats, None for the first; a list of them, a list.
+        """
+        one = not token_ids or isinstance(token_ids[0], int)
+        prompts: list[PromptType] = [token_ids] if one else list(token_ids)  # type: ignore[list-item, arg-type]
+        outputs = self.generate(
+            prompts, SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False
+        )
+        scores = [
+            [None if entry is None else entry.logprob for entry in output.prompt_logprobs or ()]
+            for output in outputs
+        ]
+        return scores[0] if one else scores
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, as ``generate`` makes them."""
+        return self._needs_text().encode(text)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self._needs_text().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    # The engine itself.
+
+    @property
+    def engine(self) -> BootedEngine:
+        """The engine, its runner, executables and plan; raises NotReady when closed."""
+        if self._booted is None:
+            raise NotReady("this LLM is closed")
+        return self._booted
+
+    @property
+    def weight_version(self) -> int:
+        """Which weights compute what comes next."""
+        return self.engine.engine.weight_version
+
+    @property
+    def num_late_compiles(self) -> int:
+        """Steps compiled after the boot: 0, unless the boot allowed them."""
+        return len(self.engine.executables.late)
+
+    def stats(self) -> EngineStats:
+        """The engine's gauges and totals."""
+        return self.engine.engine.stats()
+
+    def update_params(
+        self, tree: Any, version: int | None = None, *, requests: OnUpdate = "keep"
+    ) -> int:
+        """Other weights from the next step on; returns their version.
+
+        See ``Engine.update_params`` and ``updated_params`` in jaxserve/runtime/weights.py: a tree
+        in any canonical form, ``Params``, or the path of a checkpoint. Nothing is recompiled, and
+        nothing changes when the tree is refused.
+        """
+        return self.engine.engine.update_params(tree, version=version, requests=requests)
+
+    def reset_prefix_cache(self) -> None:
+        """Share nothing that is computed so far."""
+        self.engine.engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1, *, requests: OnSleep = "keep") -> None:
+        """Give the pool's memory back, at level 2 the weights' too; see ``Engine.sleep``."""
+        if level not in (1, 2):
+            raise ConfigError(f"sleep level {level}: use 1 (the pool) or 2 (the weights too)")
+        self.engine.engine.sleep(level=level, requests=requests)
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self.engine.engine.wake()
+
+    def close(self) -> None:
+        """Give everything back; a closed LLM refuses what it is asked."""
+        self._booted = None
+        self._requests.clear()
+        self._owners.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # How it runs.
+
+    def _needs_text(self) -> Text:
+        if self._text is None:
+            raise ConfigError("this LLM has no tokenizer; pass token ids, or tokenizer=")
+        return self._text
+
+    def _add(self, prompt: PromptType, params: SamplingParams) -> _Request:
+        engine = self.engine.engine
+        text = prompt if isinstance(prompt, str) else None
+        ids = tuple(self._needs_text().encode(prompt) if isinstance(prompt, str) else prompt)
+        if self._text is None:
+            if params.stop or (params.bad_words and not params.bad_words_token_ids):
+                self._needs_text()
+        elif params.bad_words and not params.bad_words_token_ids:
+            spelled = [s for word in params.bad_words for s in self._text.spellings(word)]
+            params = replace(params, bad_words_token_ids=tuple(dict.fromkeys(spelled)))
+        name = str(self._num_requests)
+        self._num_requests += 1
+        request = _Request(name, text, ids, {})
+        try:
+            for index in range(params.n):
+                child = child_params(params, index)
+                choice_id = f"{name}-{index}"
+                detokenizer = None if self._text is None else self._text.detokenizer(ids, child)
+                engine.add_request(choice_id, ids, child, group=name if params.n > 1 else None)
+                scored = params.logprobs is not None
+                request.choices[choice_id] = _Choice(index, detokenizer, scored)
+                self._owners[choice_id] = request
+        except BaseException:
+            self._drop(request)
+            raise
+        self._requests[name] = request
+        return request
+
+    def _step(self) -> None:
+        engine = self.engine.engine
+        for update in engine.step():
+            request = self._owners.get(update.request_id)
+            if request is None:
+                continue
+            choice = request.choices[update.request_id]
+            if update.finish_reason == "error":
+                raise RequestFailed(update.error or "the request failed")
+            choice.push(update)
+            request.changed = True
+            request.num_cached_tokens = update.num_cached_tokens
+            if update.prompt_logprobs is not None:
+                request.prompt_logprobs = update.prompt_logprobs
+            if choice.finish_reason is not None:
+                del self._owners[update.request_id]
+                if update.finish_reason is None:  # a stop string, which the engine knows not
+                    engine.abort_request(update.request_id)
+
+    def _finish(self, requests: Sequence[_Request], use_tqdm: bool) -> None:
+        waiting = deque(requests)
+        with tqdm(
+            total=len(requests), desc="prompts", disable=not use_tqdm, dynamic_ncols=True
+        ) as bar:
+            tokens = self.stats().generation_tokens
+            while waiting:
+                self._step()
+                while waiting and waiting[0].finished:
+                    waiting.popleft()
+                    if use_tqdm:
+                        made = self.stats().generation_tokens - tokens
+                        rate = made / max(bar.format_dict["elapsed"], 1e-9)
+                        bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
+                    bar.update()
+
+    def _drop(self, request: _Request) -> None:
+        """Forget a request, wherever it stands."""
+        self._requests.pop(request.request_id, None)
+        if self._booted is None:
+            return
+        for choice_id in request.choices:
+            if self._owners.pop(choice_id, None) is not None:
+                self._booted.engine.abort_request(choice_id)
+
+
+def _batch(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _settings(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequest(f"{len(params)} sampling_params for {count} prompts")
+    return list(params)
+
+
+def _checkpoint(
+    model: str | Path | None,
+    params: Any,
+    model_config: ModelConfig | None,
+    tokenizer: str | Path | None,
+    load_format: LoadFormat,
+    progress: Any,
+) -> Checkpoint:
+    named = None if tokenizer is None else str(tokenizer)
+    if params is None:
+        if model_config is not None:
+            raise ConfigError("model_config goes with params; a model brings its own")
+        return load_checkpoint(
+            None if model is None else str(model),
+            load_format=load_format,
+            tokenizer=named,
+            progress=progress,
+        )
+    if model is not None:
+        raise ConfigError("pass a model or params, not both")
+    if model_config is None and isinstance(params, nnx.Module):
+        model_config = getattr(params, "config", None)
+    if not isinstance(model_config, ModelConfig):
+        raise ConfigError("params need a model_config (an nnx module brings its own)")
+    bundle = None if named is None else load_checkpoint(named, load_format="dummy").tokenizer
+    return Checkpoint(name="params", config=model_config, tokenizer=bundle, tensors=None)
+
+
+def _config(config: EngineConfig | None, params: Any) -> EngineConfig:
+    """``config``, with weights that are there keeping their dtype."""
+    config = config or EngineConfig()
+    if params is None or config.dtype != "auto":
+        return config
+    leaves = jax.tree.leaves(pure_tree(params))
+    if not leaves:
+        raise ConfigError("params hold no arrays")
+    return replace(config, dtype=str(leaves[0].dtype))
+
+
+def _text(bundle: TokenizerBundle) -> Text:
+    return Text(
+        bundle.tokenizer,
+        chat_template=bundle.chat_template,
+        special_tokens=dict(bundle.special_tokens),
+        bos_token_id=bundle.bos_token_id,
+        add_bos=bundle.add_bos,
+    )
