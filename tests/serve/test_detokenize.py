@@ -58,6 +58,18 @@ def test_every_character_appears_with_the_token_that_completes_it(text):
         assert shown == complete
 
 
+@given(ids=byte_level_ids, stop=st.lists(st.text("abo ", min_size=1, max_size=3), max_size=2))
+@settings(max_examples=100)
+def test_a_tokens_offset_counts_the_characters_before_it_held_back_or_not(ids, stop):
+    stopped = Detokenizer(BYTE_LEVEL_VOCABULARY, stop=stop)
+    free = Detokenizer(BYTE_LEVEL_VOCABULARY)
+    shown = 0
+    for token_id in ids:
+        assert stopped.num_characters == free.num_characters == shown
+        shown += len(free.push(token_id))
+        stopped.push(token_id)
+
+
 def test_a_character_cut_off_at_the_end_is_one_replacement_character():
     ids = BYTE_LEVEL.encode("fox 🦊", add_special_tokens=False).ids
     pieces = pieces_of(BYTE_LEVEL_VOCABULARY, ids[:-1])
