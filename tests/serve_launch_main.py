@@ -1,7 +1,7 @@
 """A server process for tests: the real launcher over a scripted engine.
 
-`python serve_launch_main.py MODE SECONDS [flags]`: MODE is fine, no-boot, die or slow-boot, SECONDS
-the time a step takes.
+`python serve_launch_main.py MODE SECONDS [flags]`: MODE is fine, no-boot, die, die-late or
+slow-boot, SECONDS the time a step takes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from tests.serve_fakes import ScriptedEngine, app_parts  # noqa: E402
 
 
 class PacedEngine(ScriptedEngine):
-    """A step takes ``pace_s``; in the mode ``die`` the first one with a request raises."""
+    """A step takes ``pace_s``; the one that comes after ``steps_to_live`` raises."""
 
     pace_s = 0.0
-    dies = False
+    steps_to_live = 10**9
 
     def step(self) -> list[RequestUpdate]:
-        if self.dies:
+        self.steps_to_live -= 1
+        if self.steps_to_live < 0:
             raise RuntimeError("the device fell off the bus")
         time.sleep(self.pace_s)
         return super().step()
@@ -55,9 +56,10 @@ def main() -> int:
             if mode == "slow-boot":
                 threading.Event().wait()
             engine = PacedEngine(script=[5], max_model_len=10**9)
-            engine.pace_s, engine.dies = float(pace_s), mode == "die"
+            engine.pace_s = float(pace_s)
+            engine.steps_to_live = {"die": 0, "die-late": 50}.get(mode, 10**9)
             wrapped = AsyncEngine(engine, max_requests=64, on_death=on_death)
-            return Serving(create_app(app_parts(engine, engine=wrapped)), wrapped)
+            return Serving(create_app(app_parts(engine, engine=wrapped, log=log)), wrapped)
 
         return build
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -117,6 +118,27 @@ def test_sigterm_refuses_new_requests_and_lets_running_ones_finish():
         assert "data: [DONE]" in lines[-4:]
 
 
+def test_sigterm_under_load_drains_every_stream_and_call():
+    with running("fine", 0.02) as process:
+        url = process.until_ready()
+        streams = [stream(url, 100) for _ in range(8)]
+        unary: list[httpx.Response] = []
+        body = {"prompt": "fox", "max_tokens": 100}
+        call = threading.Thread(
+            target=lambda: unary.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+        )
+        call.start()
+        wait_until(lambda: "num_requests_running" in httpx.get(f"{url}/metrics").text)
+        process.process.send_signal(signal.SIGTERM)
+        assert process.end() == 0
+        call.join()
+        for lines in streams:
+            wait_until(lambda lines=lines: lines[-1] == "closed")
+            assert sum('"finish_reason":null' in line for line in lines) == 100
+            assert "data: [DONE]" in lines
+        assert unary[0].status_code in (200, 503)  # 503: it came after the signal
+
+
 @pytest.mark.parametrize("flags", [("--shutdown-grace", "0.2"), ()])
 def test_the_graces_end_or_a_second_signal_aborts_what_runs(flags):
     with running("fine", 0.02, *flags) as process:
@@ -144,6 +166,49 @@ def test_an_engine_that_dies_ends_the_process_with_1_and_its_clients_are_told():
         assert reply.status_code == 500
         assert process.end() == 1
         assert "the device fell off the bus" in "".join(process.errors)
+
+
+def test_an_engine_that_dies_under_load_tells_every_stream_and_call():
+    with running("die-late", 0.02) as process:
+        url = process.until_ready()
+        streams = [stream(url, 10**6) for _ in range(3)]
+        body = {"prompt": "fox", "max_tokens": 10**6}
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+        for lines in streams:
+            wait_until(lambda lines=lines: lines[-1] == "closed")
+            assert sum('"server_error"' in line for line in lines) == 1
+            assert "data: [DONE]" in lines
+        assert process.end() == 1
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_requests_are_logged_on_stderr_one_line_each_in_the_form_asked_for(form):
+    with running("fine", 0.0, "--log-format", form, "--api-key", "sk-secret") as process:
+        wait_until(lambda: bool(process.lines))
+        found = re.search(r"http://[0-9.:]+", process.lines[0])
+        assert found
+        url = found[0]
+        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        headers = {"Authorization": "Bearer sk-secret", "X-Request-Id": "abc-1"}
+        body = {"prompt": "my words", "max_tokens": 3}
+        httpx.post(f"{url}/v1/completions", json=body, headers=headers)
+        process.process.send_signal(signal.SIGTERM)
+        assert process.end() == 0
+    [line] = process.errors
+    if form == "json":
+        record = json.loads(line)
+        assert (record["event"], record["request_id"], record["output_tokens"]) == (
+            "request",
+            "abc-1",
+            3,
+        )
+        assert [json.loads(said)["event"] for said in process.lines] == ["server"] * 4
+    else:
+        assert " request method=POST path=/v1/completions status=200 request_id=abc-1 " in line
+        assert " output_tokens=3 " in line
+    assert "secret" not in line
+    assert "words" not in line
 
 
 def test_a_boot_that_is_refused_is_one_line_and_exit_1():
