@@ -341,7 +341,13 @@ def serve_engine(
         request_timeout_s=server.request_timeout_s or float("inf"),
     )
     profiler = Profiler()
-    actions = engine_actions(engine, start_profile=profiler.start, stop_profile=profiler.stop)
+    actions = engine_actions(
+        engine,
+        start_profile=profiler.start,
+        stop_profile=profiler.stop,
+        read_weights=booted.runner.read_params,
+        weights_directory=server.update_weights_dir,
+    )
     app = create_app(
         AppParts(
             engine=engine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from jaxserve.plan.batch import (
 from jaxserve.plan.buckets import DecodeShape
 from jaxserve.plan.compiled import Key
 from jaxserve.runtime.executables import PERMUTE, WRITE_COUNTS, Executables, StepShapes, zeros
-from jaxserve.runtime.weights import updated_params
+from jaxserve.runtime.weights import HostParams, read_params, updated_params
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,10 @@ class ModelRunner:
         self._pool, self._state, output = step(self.params, self._pool, self._state, batch)
         self._ran.add(tokens)
         return self._pending(output)
+
+    def read_params(self, path: Path) -> HostParams:
+        """A checkpoint that ``update_params`` takes; on any thread, see ``read_params``."""
+        return read_params(path, self._shapes)
 
     def update_params(self, tree: Any) -> None:
         """Compute with other weights from the next call on; see ``updated_params``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,16 @@ def updated_params(old: Params, tree: Any, shapes: StepShapes) -> Params:
       too, who must not donate them while the engine has them.
     * canonical weights (see model/canonical.py): fused in one jitted call, in the memory of
       ``old``.
-    * a path to a checkpoint: read to the host, then placed a layer at a time over ``old``.
+    * a path to a checkpoint, or what ``read_params`` made of it: placed a layer at a time over
+      ``old``.
 
     Raises InvalidWeights naming the leaf; ``old`` is whole then.
     """
     model, dtype, stacked = shapes.model, shapes.dtype, shapes.stacked
     if isinstance(tree, str | Path):
-        return _placed(old, _read(Path(tree), shapes), stacked)
+        tree = read_params(Path(tree), shapes)
+    if isinstance(tree, HostParams):
+        return _placed(old, tree.params, stacked)
     device = jax.tree.leaves(old)[0].sharding
     if isinstance(tree, Params):
         check_params(tree, model, dtype, stacked=stacked)
@@ -61,8 +65,18 @@ def updated_params(old: Params, tree: Any, shapes: StepShapes) -> Params:
     return replace_params(old, jax.device_put(tree, device), model, stacked)
 
 
-def _read(path: Path, shapes: StepShapes) -> Params:
-    """A checkpoint's weights on the host, fused, one LayerParams a layer."""
+@dataclass(frozen=True)
+class HostParams:
+    """Fused weights in host memory, one LayerParams a layer, checked against a model."""
+
+    params: Params
+
+
+def read_params(path: Path, shapes: StepShapes) -> HostParams:
+    """A checkpoint's weights; any thread may read them while the engine runs.
+
+    Raises InvalidWeights naming the file and the tensor.
+    """
     try:
         checkpoint = load_checkpoint(str(path.expanduser()), tokenizer=None)
         if checkpoint.tensors is None:
@@ -77,10 +91,12 @@ def _read(path: Path, shapes: StepShapes) -> Params:
         )
         if extra:
             raise InvalidWeights(f"{path}: {extra[0]} is no tensor of this model")
-        return build_params(
-            shapes.model,
-            checkpoint.tensors.get,
-            put=lambda a: np.asarray(a).astype(jnp.dtype(shapes.dtype), copy=False),
+        return HostParams(
+            build_params(
+                shapes.model,
+                checkpoint.tensors.get,
+                put=lambda a: np.asarray(a).astype(jnp.dtype(shapes.dtype), copy=False),
+            )
         )
     except CheckpointError as error:
         raise InvalidWeights(str(error)) from error

@@ -7,7 +7,8 @@ import ipaddress
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
@@ -80,10 +81,51 @@ def check_local(request: Request) -> None:
         raise Forbidden("admin routes without --api-key are not for web pages")
 
 
+class SleepArguments(NoArguments):
+    """How deep, and whether requests are kept for later or refused."""
+
+    level: Literal[1, 2] = 1
+    requests: Literal["keep", "refuse"] = "keep"
+
+
+class UpdateArguments(NoArguments):
+    """A checkpoint's path, the version to call it, and what becomes of running requests."""
+
+    path: str
+    version: int | None = None
+    requests: Literal["keep", "recompute", "abort"] = "keep"
+
+
+def allowed_path(path: str, directory: Path) -> Path:
+    """``path``, relative to ``directory`` or absolute, inside it. Raises InvalidRequest.
+
+    Links are followed first. What lies outside gets the answer of what is not there.
+    """
+    try:
+        found = (directory / path).resolve(strict=True)
+        inside = found.is_relative_to(directory.resolve(strict=True))
+    except (OSError, RuntimeError, ValueError):  # not there, a loop of links, a null byte
+        inside = False
+    if not inside:
+        raise InvalidRequest(
+            f"path: {path[:200]!r} is no checkpoint under --update-weights-dir", "path"
+        )
+    return found
+
+
 def engine_actions(
-    engine: AsyncEngine, *, start_profile: Callable[[], str], stop_profile: Callable[[], str]
+    engine: AsyncEngine,
+    *,
+    start_profile: Callable[[], str],
+    stop_profile: Callable[[], str],
+    read_weights: Callable[[Path], Any],
+    weights_directory: Path | None = None,
 ) -> tuple[AdminAction, ...]:
-    """What every engine can be told. The profile callables return the directory written to."""
+    """What every engine can be told. The profile callables return the directory written to.
+
+    ``read_weights`` makes of a checkpoint what the engine's ``update_params`` takes, beside the
+    running engine; only checkpoints under ``weights_directory`` are read.
+    """
 
     async def reset_prefix_cache(arguments: NoArguments) -> Mapping[str, Any]:
         await engine.call(lambda inner: inner.reset_prefix_cache())
@@ -103,7 +145,36 @@ def engine_actions(
     async def stop(arguments: NoArguments) -> Mapping[str, Any]:
         return {"status": "stopped", "directory": await asyncio.to_thread(stop_profile)}
 
+    async def sleep(arguments: SleepArguments) -> Mapping[str, Any]:
+        await engine.call(
+            lambda inner: inner.sleep(level=arguments.level, requests=arguments.requests)
+        )
+        return {"status": "asleep", "level": arguments.level}
+
+    async def wake_up(arguments: NoArguments) -> Mapping[str, Any]:
+        await engine.call(lambda inner: inner.wake())
+        return {"status": "awake"}
+
+    async def update_weights(arguments: UpdateArguments) -> Mapping[str, Any]:
+        if weights_directory is None:
+            raise InvalidRequest(
+                "this server reads no weights: start it with --update-weights-dir", "path"
+            )
+        path = allowed_path(arguments.path, weights_directory)
+        weights = await asyncio.to_thread(read_weights, path)
+        version = await engine.call(
+            lambda inner: inner.update_params(
+                weights, version=arguments.version, requests=arguments.requests
+            )
+        )
+        return {"status": "updated", "weight_version": version}
+
     return (
+        AdminAction("sleep", "Give the device's memory back.", sleep, SleepArguments),
+        AdminAction("wake_up", "Go on after /sleep.", wake_up),
+        AdminAction(
+            "update_weights", "Load other weights of this model.", update_weights, UpdateArguments
+        ),
         AdminAction("reset_prefix_cache", "Forget every cached prefix.", reset_prefix_cache),
         AdminAction("pause", "Run nothing until /resume.", pause, PauseArguments),
         AdminAction("resume", "Go on after /pause.", resume),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from jaxserve import __version__
@@ -142,8 +143,15 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument(
             "--enable-admin",
             action="store_true",
-            help="add the routes /pause, /resume, /reset_prefix_cache, /start_profile and "
-            "/stop_profile, for who has an api key or, where there is none, for this machine",
+            help="add the routes /pause, /resume, /sleep, /wake_up, /update_weights, "
+            "/reset_prefix_cache, /start_profile and /stop_profile, for who has an api key or, "
+            "where there is none, for this machine",
+        )
+        self.add_argument(
+            "--update-weights-dir",
+            type=Path,
+            metavar="DIR",
+            help="where /update_weights may read checkpoints (default: nowhere)",
         )
         self.add_argument(
             "--enable-prompt-tokens-details",

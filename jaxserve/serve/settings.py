@@ -30,7 +30,8 @@ class ServerSettings:
     ``served_model_names`` empty: the checkpoint's name. ``max_queued_requests`` may wait beside
     ``max_num_seqs`` that run. ``request_timeout_s`` is what a request may take, queued and running,
     ``shutdown_grace_s`` what running requests get to finish. ``allowed_origins`` are those of web
-    pages that may call ("*": any).
+    pages that may call ("*": any). /update_weights reads checkpoints under
+    ``update_weights_dir``.
     """
 
     host: str = "127.0.0.1"
@@ -43,6 +44,7 @@ class ServerSettings:
     shutdown_grace_s: float = 30.0
     allowed_origins: tuple[str, ...] = ()
     enable_admin: bool = False
+    update_weights_dir: Path | None = None
     enable_prompt_tokens_details: bool = False
     trust_request_chat_template: bool = False
     metrics_prefix: str = "jaxserve"

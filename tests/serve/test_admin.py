@@ -12,21 +12,48 @@ from jaxserve.serve.app import create_app
 from jaxserve.serve.async_engine import AsyncEngine
 from tests.serve_fakes import ScriptedEngine, app_parts
 
-NAMES = ("reset_prefix_cache", "pause", "resume", "start_profile", "stop_profile")
+NAMES = (
+    "reset_prefix_cache",
+    "pause",
+    "resume",
+    "start_profile",
+    "stop_profile",
+    "sleep",
+    "wake_up",
+    "update_weights",
+)
 
 
 class Resettable(ScriptedEngine):
     num_resets = 0
+    asleep = None
+    updated = None
 
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1
 
+    def sleep(self, *, level, requests) -> None:
+        self.asleep = (level, requests)
+
+    def wake(self) -> None:
+        self.asleep = None
+
+    def update_params(self, tree, *, version, requests) -> int:
+        self.updated = (tree, requests)
+        return version or 1
+
 
 @contextlib.asynccontextmanager
-async def admin_client(address: str = "127.0.0.1", **changes):
+async def admin_client(address: str = "127.0.0.1", weights_directory=None, **changes):
     engine = Resettable(script=[5])
     bridge = AsyncEngine(engine, max_requests=64)
-    actions = engine_actions(bridge, start_profile=lambda: "/tmp/a", stop_profile=lambda: "/tmp/b")
+    actions = engine_actions(
+        bridge,
+        start_profile=lambda: "/tmp/a",
+        stop_profile=lambda: "/tmp/b",
+        read_weights=lambda path: f"weights of {path.name}",
+        weights_directory=weights_directory,
+    )
     app = create_app(app_parts(engine, engine=bridge, admin=actions, **changes))
     transport = httpx.ASGITransport(app, client=(address, 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
@@ -39,7 +66,7 @@ async def test_without_the_switch_there_are_no_admin_routes():
     bridge = AsyncEngine(engine, max_requests=64)
     transport = httpx.ASGITransport(create_app(app_parts(engine, engine=bridge)))
     async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
-        assert [(await client.post(f"/{name}")).status_code for name in NAMES] == [404] * 5
+        assert [(await client.post(f"/{name}")).status_code for name in NAMES] == [404] * len(NAMES)
         assert not {f"/{n}" for n in NAMES} & set(
             (await client.get("/openapi.json")).json()["paths"]
         )
@@ -118,3 +145,43 @@ async def test_a_wrong_argument_is_refused_by_name_and_nothing_is_done(query, bo
         assert reply.status_code == 400
         assert said in reply.json()["error"]["message"]
         assert (await client.get("/ready")).status_code == 200
+
+
+async def test_a_server_sleeps_as_deep_as_it_is_told_and_wakes():
+    async with admin_client() as (client, engine):
+        said = await client.post("/sleep?level=2", json={"requests": "refuse"})
+        assert said.status_code == 400  # the query is text: numbers come in the body
+        said = await client.post("/sleep", json={"level": 2, "requests": "refuse"})
+        assert said.json() == {"status": "asleep", "level": 2}
+        assert engine.asleep == (2, "refuse")
+        assert (await client.post("/wake_up")).json() == {"status": "awake"}
+        assert engine.asleep is None
+
+
+async def test_weights_come_from_inside_the_allowed_directory_alone(tmp_path):
+    allowed, outside = tmp_path / "allowed", tmp_path / "outside"
+    (allowed / "model").mkdir(parents=True)
+    outside.mkdir()
+    (allowed / "link").symlink_to(outside)
+    async with admin_client(weights_directory=allowed) as (client, engine):
+        said = await client.post("/update_weights", json={"path": "model", "version": 7})
+        assert said.json() == {"status": "updated", "weight_version": 7}
+        assert engine.updated == ("weights of model", "keep")
+        said = await client.post(
+            "/update_weights", json={"path": str(allowed / "model"), "requests": "abort"}
+        )
+        assert engine.updated == ("weights of model", "abort")
+        paths = ("../outside", str(outside), "link", "/etc", "nowhere", "a\0b", "model/../..")
+        for path in paths:
+            said = await client.post("/update_weights", json={"path": path})
+            assert said.status_code == 400
+            assert said.json()["error"]["param"] == "path"
+            assert "is no checkpoint under --update-weights-dir" in said.json()["error"]["message"]
+
+
+async def test_a_server_without_an_allowed_directory_reads_no_weights():
+    async with admin_client() as (client, engine):
+        said = await client.post("/update_weights", json={"path": "model"})
+        assert said.status_code == 400
+        assert "--update-weights-dir" in said.json()["error"]["message"]
+        assert engine.updated is None
