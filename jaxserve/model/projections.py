@@ -1,0 +1,108 @@
+"""A layer's matrix products and what surrounds each, plain or in one kernel.
+
+The plain way is what the kernels are held to, and what every platform but CUDA runs. There, few
+rows of bfloat16 go through the kernels of ``jaxserve_kernels.fused``: at few rows a layer takes as
+long as its weights are read, and every launch between two products adds to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxserve_kernels import fused, write_kv
+
+from jaxserve.config import ModelConfig
+from jaxserve.model.linear import linear
+from jaxserve.model.params import LayerParams
+from jaxserve.model.rotary import rotate
+
+Table = tuple[jax.Array, jax.Array]
+
+
+def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm with float32 statistics (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+    x32 = x_TD.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return weight_D[None, :] * (x32 * scale).astype(x_TD.dtype)
+
+
+def _either(
+    x_TD: jax.Array, kernel: Callable[..., Any], plain: Callable[..., Any], *rest: Any
+) -> Any:
+    """``kernel(x, *rest)`` where it is lowered for CUDA and takes it, else ``plain(x, *rest)``."""
+    if x_TD.dtype != jnp.bfloat16 or x_TD.shape[0] > fused.MAX_ROWS:
+        return plain(x_TD, *rest)
+
+    def on_cuda(*operands: Any) -> Any:
+        try:
+            return kernel(*operands)
+        except NotImplementedError:
+            return plain(*operands)
+
+    return jax.lax.platform_dependent(x_TD, *rest, cuda=on_cuda, default=plain)
+
+
+def attention_inputs(
+    config: ModelConfig,
+    layer: LayerParams,
+    x_TD: jax.Array,
+    table: Table,
+    slots_T: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [T, N, H] of normed x, turned by ``table``, and the pools with K/V at ``slots_T``."""
+    eps, N = config.rms_norm_eps, config.num_heads
+
+    def plain(
+        x_TD: jax.Array,
+        layer: LayerParams,
+        table: Table,
+        slots_T: jax.Array,
+        k_pool: jax.Array,
+        v_pool: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        normed = rms_norm(x_TD, layer.attn_norm_D, eps)
+        qkv = linear(normed, layer.qkv_ED, layer.qkv_bias_E)
+        heads = qkv.reshape(x_TD.shape[0], N + 2 * config.num_kv_heads, config.head_dim)
+        turned = rotate(heads[:, : N + config.num_kv_heads], table)
+        k_TKH, v_TKH = turned[:, N:], heads[:, N + config.num_kv_heads :]
+        return turned[:, :N], *write_kv(k_pool, v_pool, k_TKH, v_TKH, slots_T)
+
+    def kernel(x_TD: jax.Array, layer: LayerParams, *rest: Any) -> Any:
+        norm = fused.RmsNorm(layer.attn_norm_D, eps)
+        return fused.norm_qkv_write(x_TD, norm, layer.qkv_ED, layer.qkv_bias_E, *rest)
+
+    return _either(x_TD, kernel, plain, layer, table, slots_T, k_pool, v_pool)
+
+
+def gated(config: ModelConfig, layer: LayerParams, x_TD: jax.Array) -> jax.Array:
+    """The inner half of SwiGLU (Shazeer 2020, arXiv 2002.05202) over normed x, [T, F]."""
+    eps = config.rms_norm_eps
+
+    def plain(x_TD: jax.Array, layer: LayerParams) -> jax.Array:
+        normed = rms_norm(x_TD, layer.ffn_norm_D, eps)
+        gate, up = jnp.split(linear(normed, layer.gate_up_JD, layer.gate_up_bias_J), 2, axis=-1)
+        return jax.nn.silu(gate) * up
+
+    def kernel(x_TD: jax.Array, layer: LayerParams) -> jax.Array:
+        norm = fused.RmsNorm(layer.ffn_norm_D, eps)
+        return fused.norm_gate_up(x_TD, norm, layer.gate_up_JD, layer.gate_up_bias_J)
+
+    return _either(x_TD, kernel, plain, layer)
+
+
+def add_product(
+    x_TD: jax.Array, y_TI: jax.Array, w_DI: jax.Array, bias_D: jax.Array | None
+) -> jax.Array:
+    """x + y @ w.T (+ bias), [T, D]."""
+
+    def plain(
+        x_TD: jax.Array, y_TI: jax.Array, w_DI: jax.Array, bias_D: jax.Array | None
+    ) -> jax.Array:
+        return x_TD + linear(y_TI, w_DI, bias_D)
+
+    return _either(x_TD, fused.add_product, plain, y_TI, w_DI, bias_D)
