@@ -41,6 +41,9 @@ _MODULES: dict[str, ModuleType] = {
 }
 # Written for NVIDIA GPUs: these take ``interpret``, which is on where they are lowered for others.
 _KERNELS = frozenset({"streamed_triton", "streamed_mosaic"})
+# Interpreted, these call the host, which no branch of a program for a GPU may: whether to interpret
+# them is settled when they are traced, by the target.
+_TRACED_FOR_TARGET = frozenset({"streamed_mosaic"})
 # Members of a family in the order they are tried: lowered for CUDA, lowered for anything else.
 _FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "auto": (("streamed_triton", "streamed_xla", "rectangle"), ("streamed_xla", "rectangle")),
@@ -76,6 +79,8 @@ def _run(*arrays: Any, cuda: _Candidates, other: _Candidates, **options: Any) ->
     """
     if cuda == other and _KERNELS.isdisjoint(name for name, _ in cuda):
         return _first_that_runs(other, False, *arrays, **options)
+    if not _TRACED_FOR_TARGET.isdisjoint(name for name, _ in other):
+        return _first_that_runs(other, not streamed_mosaic.for_gpu(), *arrays, **options)
     return lax.platform_dependent(
         *arrays,
         cuda=partial(_first_that_runs, cuda, False, **options),

@@ -17,7 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from jaxserve_kernels.splits import FLOOR, LOG2_E, Span, SplitRule, Sums, cdiv, span_of
+from jaxserve_kernels.splits import FLOOR, LOG2_E, Span, Sums, cdiv, span_of
+from jaxserve_kernels.tiling import SplitRule
 
 plgpu: Any = mosaic_gpu  # its signatures differ between versions of jax
 
@@ -139,13 +140,13 @@ def _copy_tiles(k_ref: Any, v_ref: Any, place: _Place, scratch: _Scratch) -> Non
     def copy_split(i: jax.Array, count: jax.Array) -> jax.Array:
         return lax.fori_loop(*place.tiles(i), copy_tile, count)
 
+    def drain(slot: int) -> None:
+        plgpu.barrier_wait(scratch.k_free.at[slot])
+        plgpu.barrier_wait(scratch.v_free.at[slot])
+
     count = lax.fori_loop(0, place.splits, copy_split, jnp.int32(0))
     for slot in range(stages):  # a program ends when both warpgroups have seen every phase
-
-        @pl.when(slot < count)
-        def _() -> None:
-            plgpu.barrier_wait(scratch.k_free.at[slot])
-            plgpu.barrier_wait(scratch.v_free.at[slot])
+        pl.when(slot < count)(partial(drain, slot))
 
 
 def _silence(tile_WH: Any, first: jax.Array, end: jax.Array) -> None:

@@ -8,22 +8,32 @@ not memory set the pace, is the Triton kernel's.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 from jax.extend.backend import get_default_device
 
 from jaxserve_kernels.arguments import Extras
-from jaxserve_kernels.splits import SplitRule, merge_splits
+from jaxserve_kernels.splits import merge_splits
 from jaxserve_kernels.streamed_triton_prefill import paged_prefill
+from jaxserve_kernels.tiling import programs_sharing, split_rule
 
 __all__ = ["paged_attention", "paged_prefill"]
 
 _OLDEST_JAX = (0, 11, 2)
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _MAX_GROUP = 32  # more queries at once would spill
-_RULE = SplitRule(keys=64, few_splits=16, min_split=4, mid_split=16, max_splits=32)
-# Programs that keep every multiprocessor of a Hopper GPU busy, however unlike their lengths.
-_PROGRAMS = 1024
+_RULE = split_rule(64)  # keys of a trip, as long as wgmma's M axis
+
+
+def _target() -> Any:
+    """The device that is compiled for, as Mosaic GPU sees it: the mesh's, or this process's."""
+    return jax.sharding.get_abstract_mesh().abstract_device or get_default_device()
+
+
+def for_gpu() -> bool:
+    """Whether what is traced now is for a GPU."""
+    return _target().platform in ("gpu", "cuda")
 
 
 def _check(q_BNH: jax.Array, pool: jax.Array, interpret: bool) -> None:
@@ -32,11 +42,9 @@ def _check(q_BNH: jax.Array, pool: jax.Array, interpret: bool) -> None:
         raise NotImplementedError(
             f"jax {jax.__version__} is older than {'.'.join(map(str, _OLDEST_JAX))}"
         )
-    device = jax.sharding.get_abstract_mesh().abstract_device or get_default_device()
-    # A process without a GPU may lower for one that its devices do not name.
-    on_gpu = device.platform in ("gpu", "cuda")
-    if not interpret and on_gpu and not _HOPPER.search(device.device_kind):
-        raise NotImplementedError(f"{device.device_kind} is no Hopper GPU")
+    kind = _target().device_kind
+    if not interpret and not _HOPPER.search(kind):
+        raise NotImplementedError(f"{kind} is no Hopper GPU")
     _, K, Z, H = pool.shape
     if q_BNH.dtype != pool.dtype or pool.dtype.name not in ("bfloat16", "float16"):
         raise NotImplementedError(
@@ -73,7 +81,7 @@ def paged_attention(
     K, Z = k_pool_CKZH.shape[1:3]
     width = block_tables_BP.shape[1] * Z
     splits = _RULE.most(width if window is None else min(width, window))
-    programs = max(1, min(splits, -(-_PROGRAMS // (q_BNH.shape[0] * K))))
+    programs = programs_sharing(splits, q_BNH.shape[0] * K)
     sums = decode_sums(
         q_BNH,
         k_pool_CKZH,
