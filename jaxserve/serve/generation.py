@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from jaxserve.config import SamplingParams
 from jaxserve.errors import NotReady, RequestFailed
@@ -44,11 +43,11 @@ class EngineClient(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """Text that became certain, and the tokens that came with it where they are shown.
 
-    ``num_output_tokens`` counts from the start. ``prompt_logprobs`` comes once.
+    A tuple, because every token makes one. ``num_output_tokens`` counts from the start.
+    ``prompt_logprobs`` comes once.
     """
 
     index: int
@@ -89,7 +88,7 @@ async def text_deltas(
                     metrics.token()
                 finish = update.finish_reason
                 if finish == "abort":
-                    raise NotReady("the server ended this request: it is stopping")
+                    raise NotReady("the server ended this request: it is stopping or pausing")
                 if finish == "error":
                     reason = finish
                     raise RequestFailed(update.error or "the request failed")
