@@ -131,7 +131,7 @@ class Call:
                 index,
                 self._streams[index],
                 self.text.detokenizer(choice.prompt.token_ids, self.params),
-                self.metrics.request(self.arrived),
+                self.metrics.request(self.arrived, shares_prompt=index % self.params.n > 0),
                 shows_tokens=shows_tokens,
                 text_offset=len(choice.prompt.text),
             )

@@ -199,18 +199,24 @@ class CallMetrics:
         self._metrics = metrics
         self._record = record
 
-    def request(self, arrived: float) -> RequestMetrics:
-        """A recorder for a request that arrived at ``arrived`` of the metrics' clock."""
-        return RequestMetrics(self._metrics, self._record, arrived)
+    def request(self, arrived: float, *, shares_prompt: bool = False) -> RequestMetrics:
+        """A recorder for a request that arrived at ``arrived`` of the metrics' clock.
+
+        ``shares_prompt``: its prompt is counted by another choice of the call.
+        """
+        return RequestMetrics(self._metrics, self._record, arrived, shares_prompt)
 
 
 class RequestMetrics:
     """One request, as its client sees it."""
 
-    def __init__(self, metrics: Metrics, record: CallRecord, arrived: float) -> None:
+    def __init__(
+        self, metrics: Metrics, record: CallRecord, arrived: float, shares_prompt: bool
+    ) -> None:
         self._metrics = metrics
         self._record = record
         self._arrived = arrived
+        self._shares_prompt = shares_prompt
         self._first_token: float | None = None
         self._last_token: float | None = None
         self._num_cached_tokens = 0
@@ -235,12 +241,12 @@ class RequestMetrics:
         """The request is over: ``reason`` is stop, length, abort or error."""
         self._metrics.ended[reason].inc()
         self._metrics.e2e_s.observe(self._metrics.clock() - self._arrived)
-        self._metrics.prompt_tokens.observe(num_prompt_tokens)
         self._metrics.generation_tokens.observe(num_output_tokens)
         record = self._record
-        record.count(
-            prompt=num_prompt_tokens, cached=self._num_cached_tokens, output=num_output_tokens
-        )
+        record.count(output=num_output_tokens)
+        if not self._shares_prompt:
+            self._metrics.prompt_tokens.observe(num_prompt_tokens)
+            record.count(prompt=num_prompt_tokens, cached=self._num_cached_tokens)
         record.finish_reasons.append(reason)
         if self._first_token is not None and self._last_token is not None:
             record.ttft_s = max(record.ttft_s or 0.0, self._first_token - self._arrived)

@@ -9,7 +9,7 @@ import re
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.outputs import EngineStats
@@ -27,6 +27,7 @@ class Lines(list):
 
 
 @given(values=st.dictionaries(st.sampled_from("abc"), st.text() | st.integers() | st.booleans()))
+@settings(deadline=None)
 def test_no_value_breaks_out_of_its_line_or_its_field(values):
     text = log_line("text", 0.0, "request", values)
     assert LINE.fullmatch(text)
@@ -65,6 +66,17 @@ async def test_a_request_is_one_line_with_its_tokens_and_where_its_time_went():
     }
 
 
+async def test_a_prompt_of_several_choices_counts_once_and_their_tokens_all():
+    lines = Lines()
+    async with client_of(ScriptedEngine(script=[5]), log=lines) as client:
+        call = {"prompt": [7, 8, 9], "n": 4, "max_tokens": 2}
+        reply = await client.post("/v1/completions", json=call)
+        metrics = (await client.get("/metrics")).text
+    assert reply.json()["usage"]["prompt_tokens"] == 3
+    assert (lines[0][1]["prompt_tokens"], lines[0][1]["output_tokens"]) == (3, 8)
+    assert 'request_prompt_tokens_sum{model_name="tiny"} 3.0' in metrics
+
+
 async def test_no_line_holds_a_prompt_an_answer_or_a_key():
     lines = Lines()
     async with client_of(ScriptedEngine(script=[5]), log=lines, api_keys=("sk-secret",)) as client:
@@ -101,7 +113,8 @@ async def test_a_client_that_left_is_told_from_one_that_was_answered(stream):
         body = {"prompt": "x", "stream": stream, "max_tokens": 10**8}
         asking = asyncio.create_task(client.post("/v1/completions", json=body))
         async with asyncio.timeout(30):
-            while not engine.jobs:
+            while not any(job.emitted >= 3 for job in engine.jobs.values()):
+                engine.gate.release()
                 await asyncio.sleep(0.002)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)

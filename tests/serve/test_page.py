@@ -7,7 +7,7 @@ import threading
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.serve.app import create_app
@@ -145,6 +145,7 @@ def test_the_panels_show_the_engine_its_latencies_the_list_and_the_boot(page):
     counts=st.lists(st.integers(0, 50), min_size=4, max_size=4),
     share=st.sampled_from([0.5, 0.9, 0.99]),
 )
+@settings(max_examples=30, deadline=None)
 def test_percentiles_lie_in_the_bucket_that_holds_them(browser, url, counts, share):
     if not browser.run("return location.href").startswith(url):
         browser.open(url)
