@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from compile_child import print_result, read_jobs
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxserve_kernels import paged_attention, paged_prefill
+from jaxserve_kernels import fused, paged_attention, paged_prefill
 from kernel_metrics import limits, load_bits, resident_programs
 
 from jaxserve.runtime.cross_compile import absent_gpu
@@ -117,10 +117,27 @@ def operation_of(case: Case, sharding: jax.sharding.Sharding) -> Operation:
         lists = (ints(T, _BLOCKS_A_ROW), ints(T))
         call = partial(paged_attention, **options)
         return Operation(call, (spec(T, _HEADS, H), pool, pool, *lists), pool)
-    assert case.operation == "prefill", case
-    lists = (ints(_SEGMENTS, _BLOCKS_A_ROW), ints(_SEGMENTS), ints(_SEGMENTS + 1))
-    call = partial(paged_prefill, **options)
-    return Operation(call, (spec(T, _HEADS, H), pool, pool, *lists), pool)
+    if case.operation == "prefill":
+        lists = (ints(_SEGMENTS, _BLOCKS_A_ROW), ints(_SEGMENTS), ints(_SEGMENTS + 1))
+        call = partial(paged_prefill, **options)
+        return Operation(call, (spec(T, _HEADS, H), pool, pool, *lists), pool)
+    D = _HEADS * H
+    x, norm = spec(T, D), spec(D)
+
+    def normed(operation: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, norm, *rest: operation(x, fused.RmsNorm(norm, 1e-5), *rest)
+
+    if case.operation == "norm_qkv_write":
+        angles = spec(T, H // 2, dtype=jnp.float32)
+        weights = spec((_HEADS + 2 * _KV_HEADS) * H, D)
+        arguments = (x, norm, weights, None, (angles, angles), ints(T), pool, pool)
+        return Operation(normed(fused.norm_qkv_write), arguments, weights)
+    if case.operation == "norm_gate_up":
+        weights = spec(2 * 4 * D, D)
+        return Operation(normed(fused.norm_gate_up), (x, norm, weights, None), weights)
+    assert case.operation == "add_product", case
+    weights = spec(D, 4 * D)
+    return Operation(fused.add_product, (x, spec(T, 4 * D), weights, None), weights)
 
 
 def measure_case(case: Case, target: GpuTarget, mesh: jax.sharding.Mesh) -> Iterator[Line]:

@@ -1,6 +1,6 @@
 """What the compilers say of every attention kernel on GPUs that are not here.
 
-python scripts/kernel_ledger.py [--csv PATH] [--check] [--part] [--workers N]
+python scripts/kernel_ledger.py [--csv PATH] [--check] [--part] [--operation NAME] [--workers N]
 
 Lowers and compiles each kernel, dtype and head size for each target, each target and kernel in a
 process of its own (the compiler ends one over a kernel that its target cannot run), and writes a
@@ -52,7 +52,16 @@ class Kernel:
 
 KERNELS = (
     Kernel("decode", "streamed_triton", 64),
+    Kernel("decode", "streamed_mosaic", 64, ("h200",), ("bfloat16", "float16"), (64, 128, 256)),
     Kernel("prefill", "streamed_triton", 2048),
+    # A model's layer goes through these in bfloat16 only.
+    *(Kernel("norm_qkv_write", "fused", rows, dtypes=("bfloat16",)) for rows in (8, 64)),
+    # The head size stands for the model's width here, 32 heads of it.
+    *(
+        Kernel(operation, "fused", rows, dtypes=("bfloat16",), head_sizes=(64, 128))
+        for operation in ("norm_gate_up", "add_product")
+        for rows in (8, 64)
+    ),
 )
 MAIN_SHAPES = tuple(("bfloat16", size) for size in (64, 128))
 MAIN_LOAD_BITS = 128
@@ -65,13 +74,14 @@ def all_cases() -> tuple[Case, ...]:
 
 
 def part_of_cases() -> tuple[Case, ...]:
-    """The main shapes and a diagonal: every kernel on every target meets every dtype and size."""
-    part = set(MAIN_SHAPES)
+    """Every kernel's main shapes on every target, and its every dtype and head size on one."""
+    part: set[Case] = set()
     for kernel in KERNELS:
         longer = max(len(kernel.dtypes), len(kernel.head_sizes))
-        pairs = zip(cycle(kernel.dtypes), cycle(kernel.head_sizes), strict=False)
-        part |= set(islice(pairs, longer))
-    return tuple(case for case in all_cases() if (case.dtype, case.head_size) in part)
+        diagonal = islice(zip(cycle(kernel.dtypes), cycle(kernel.head_sizes), strict=False), longer)
+        chosen = {*product(kernel.targets, MAIN_SHAPES), *zip(cycle(kernel.targets), diagonal)}
+        part |= {c for c in kernel.cases() if (c.target, (c.dtype, c.head_size)) in chosen}
+    return tuple(case for case in all_cases() if case in part)
 
 
 def measure(cases: Iterable[Case], workers: int, progress: bool = False) -> tuple[Line, ...]:
@@ -98,15 +108,16 @@ def _in_child(cases: Sequence[Case], bar: Any) -> list[Line]:
 def complaints(committed: Sequence[Line], fresh: Iterable[Line]) -> list[str]:
     """What a fresh measurement does worse than it must, or than the committed ledger.
 
-    Compares with the lines of the same jax, else with those of the newest in the ledger.
+    Compares with the kernel's line of the same jax, else with that of the newest which has one.
     """
-    versions = {line.jax for line in committed}
-    found = []
-    for line in fresh:
-        version = line.jax if line.jax in versions else max(versions, key=_version, default="")
-        before = {x.key: x for x in committed if x.jax == version}.get(line.key)
-        found += [f"{line.name} (jax {line.jax}): {why}" for why in _worse(before, line)]
-    return found
+    lines = sorted(committed, key=lambda line: _version(line.jax))
+    newest = {line.key: line for line in lines}
+    same = {(line.key, line.jax): line for line in lines}
+    return [
+        f"{line.name} (jax {line.jax}): {why}"
+        for line in fresh
+        for why in _worse(same.get((line.key, line.jax), newest.get(line.key)), line)
+    ]
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -167,9 +178,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, default=LEDGER)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--part", action="store_true")
+    parser.add_argument("--operation", help="measure this one only, e.g. decode")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args(argv)
-    fresh = measure(part_of_cases() if args.part else all_cases(), args.workers, progress=True)
+    cases = part_of_cases() if args.part else all_cases()
+    if args.operation is not None:
+        cases = tuple(case for case in cases if case.operation == args.operation)
+    fresh = measure(cases, args.workers, progress=True)
     committed = read_ledger(args.csv) if args.csv.exists() else ()
     if args.check:
         worse = complaints(committed, fresh)

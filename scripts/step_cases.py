@@ -65,11 +65,10 @@ _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 class Step:
     """A decode step of ``rows`` rows compiled for the target.
 
-    ``launches`` are kernels and copies a step, ``launches_per_layer`` those from one layer's
-    attention kernel to the next one's; those in loops and conditionals are apart, since nothing
-    says how often they run. ``temp_bytes`` is workspace, ``alias_bytes`` what is updated in place
-    of the ``donated_bytes`` of pool and state. ``copies`` names what copies an array of a weight's
-    or the pool's shape, separated by blanks.
+    ``launches`` are kernels and copies a step, ``launches_per_layer`` those of one layer; those in
+    loops and conditionals are apart, since nothing says how often they run. ``temp_bytes`` is
+    workspace, ``alias_bytes`` what is updated in place of the ``donated_bytes`` of pool and state.
+    ``copies`` names what copies an array of a weight's or the pool's shape, separated by blanks.
     """
 
     target: str
@@ -90,8 +89,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A launch of one layer: the ``order`` counts from the attention kernel; ``does`` are the
-    operations it computes and the weights it reads."""
+    """A launch of one layer; ``does`` are the operations it computes and the weights it reads."""
 
     target: str
     model: str
@@ -171,10 +169,10 @@ def measure_step(target: str, name: str, rows: int, layers: int) -> tuple[Step, 
 
 
 def one_layer(thunk_sequence: str, kernels: set[str], layers: int) -> list[thunks.Launch]:
-    """What is launched from a middle layer's attention kernel to the next one's.
+    """What a middle layer launches, up to the same place of the next one.
 
     ``kernels`` are the hand-written kernels of the step; the first of them to run once a layer
-    marks it. Raises ValueError when none does, or layers differ in what they launch.
+    marks the place. Raises ValueError when none does, or layers differ in what they launch.
     """
     flat = [launch for launch in thunks.list_launches(thunk_sequence) if launch.where == "once"]
     names = [launch.name for launch in flat]
