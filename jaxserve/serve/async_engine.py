@@ -10,38 +10,27 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from jaxserve.config import SamplingParams
 from jaxserve.errors import EngineDead, NotReady, QueueFull, RequestRefused, RequestTimeout
 from jaxserve.sched.outputs import EngineStats, RequestUpdate
 from jaxserve.sched.request import TokenMask
-from jaxserve.serve.inbox import Abort, Add, Call, EngineOptions, Message, PauseMode, Stop
+from jaxserve.serve.inbox import (
+    Abort,
+    Add,
+    Call,
+    Engine,
+    EngineOptions,
+    Message,
+    PauseMode,
+    Stop,
+)
 from jaxserve.serve.streams import Accepted, Item, RequestStream
 
 T = TypeVar("T")
 
 _IDLE_TICK_S = 0.5
-
-
-class Engine(Protocol):
-    """What the engine thread calls; nothing else ever touches the engine."""
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        mask: TokenMask | None = None,
-        cache_salt: str = "",
-        group: str | None = None,
-    ) -> None: ...
-    def abort_request(self, request_id: str) -> None: ...
-    def step(self) -> list[RequestUpdate]: ...
-    def has_unfinished_requests(self) -> bool: ...
-    def audit(self) -> None: ...
-    def stats(self) -> EngineStats: ...
 
 
 class AsyncEngine:

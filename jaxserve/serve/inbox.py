@@ -1,17 +1,38 @@
-"""What the event loops put to the engine thread, one message at a time."""
+"""What the engine thread is asked, one message at a time, and the engine it asks."""
 
 from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 from jaxserve.config import SamplingParams
+from jaxserve.sched.outputs import EngineStats, RequestUpdate
 from jaxserve.sched.request import TokenMask
 from jaxserve.serve.streams import RequestStream
 
 PauseMode = Literal["abort", "wait", "keep"]
+
+
+class Engine(Protocol):
+    """What the engine thread calls; nothing else ever touches the engine."""
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        mask: TokenMask | None = None,
+        cache_salt: str = "",
+        group: str | None = None,
+    ) -> None: ...
+    def abort_request(self, request_id: str) -> None: ...
+    def step(self) -> list[RequestUpdate]: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def audit(self) -> None: ...
+    def stats(self) -> EngineStats: ...
 
 
 class EngineOptions(TypedDict):
