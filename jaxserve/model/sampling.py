@@ -3,7 +3,9 @@
 One program serves every mixture: settings are arrays, and what no row asks for is skipped on the
 device by ``lax.cond``. Truncation needs no sort. Each filter keeps the tokens at or above a
 threshold, and the threshold is found exactly by bisection over the bit patterns of float32, whose
-order as integers is the order of the numbers: 32 passes over the row.
+order as integers is the order of the numbers: 32 passes over the row. On CPUs, where a pass costs
+as much as picking the likeliest few, those are sorted first and the search is for the rows whose
+threshold is not among them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ _INT_MIN = -(2**31)
 # Below these float32 underflows; nothing but the likeliest token has a chance anyway.
 _LEAST_TEMPERATURE = 1e-5
 _LEAST_TOP_P = 1e-6
+# How many of the likeliest tokens are sorted on CPUs.
+_SORTED = 256
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -41,26 +45,78 @@ def _largest_threshold(rows: int, holds: Callable[[jax.Array], jax.Array]) -> ja
     return jax.lax.fori_loop(0, 32, body, jnp.full((rows,), _INT_MIN, jnp.int32))
 
 
-def _keep_top_k(keys_XV: jax.Array, top_k_X: jax.Array) -> jax.Array:
+def _keep_top_k(scaled_XV: jax.Array, keys_XV: jax.Array, top_k_X: jax.Array) -> jax.Array:
     """Threshold of the k most likely tokens (ties with the k-th stay); k <= 0 keeps all."""
-    vocab = keys_XV.shape[1]
-    k_X = jnp.where(top_k_X <= 0, vocab, jnp.minimum(top_k_X, vocab))
+    rows, vocab = keys_XV.shape
+    all_X = top_k_X <= 0
+    k_X = jnp.where(all_X, vocab, jnp.minimum(top_k_X, vocab))
 
-    def holds(t_X: jax.Array) -> jax.Array:
-        return jnp.sum(keys_XV >= t_X[:, None], axis=1, dtype=jnp.int32) >= k_X
+    def search() -> jax.Array:
+        def holds(t_X: jax.Array) -> jax.Array:
+            return jnp.sum(keys_XV >= t_X[:, None], axis=1, dtype=jnp.int32) >= k_X
 
-    return _largest_threshold(keys_XV.shape[0], holds)
+        return _largest_threshold(rows, holds)
+
+    def sort() -> jax.Array:
+        likeliest_XN = _likeliest(scaled_XV)
+        sorted_X = jnp.where(all_X, _INT_MIN, _pick(likeliest_XN, k_X - 1))
+        found_X = all_X | (k_X <= likeliest_XN.shape[1])
+        return _complete(sorted_X, found_X, search)
+
+    return jax.lax.platform_dependent(cpu=sort, default=search)
 
 
-def _keep_top_p(keys_XV: jax.Array, weights_XV: jax.Array, top_p_X: jax.Array) -> jax.Array:
-    """Threshold of the smallest set of most likely tokens whose weight reaches p of the total."""
+def _keep_top_p(
+    scaled_XV: jax.Array, keys_XV: jax.Array, floor_X: jax.Array, top_p_X: jax.Array
+) -> jax.Array:
+    """Threshold of the smallest set of most likely tokens whose weight reaches p of the total.
+
+    Tokens whose key is below ``floor_X`` weigh nothing; p >= 1 keeps all.
+    """
+
+    def weigh(x_XM: jax.Array, keys_XM: jax.Array) -> jax.Array:
+        return jnp.where(keys_XM >= floor_X[:, None], jnp.exp(x_XM - best_X1), 0.0)
+
+    best_X1 = jnp.max(scaled_XV, axis=1, keepdims=True)
+    weights_XV = weigh(scaled_XV, keys_XV)
+    off_X = top_p_X >= 1.0
     goal_X = jnp.maximum(top_p_X, _LEAST_TOP_P) * jnp.sum(weights_XV, axis=1)
 
-    def holds(t_X: jax.Array) -> jax.Array:
-        kept = jnp.where(keys_XV >= t_X[:, None], weights_XV, 0.0)
-        return jnp.sum(kept, axis=1) >= goal_X
+    def search() -> jax.Array:
+        def holds(t_X: jax.Array) -> jax.Array:
+            kept = jnp.where(keys_XV >= t_X[:, None], weights_XV, 0.0)
+            return jnp.sum(kept, axis=1) >= goal_X
 
-    return _largest_threshold(keys_XV.shape[0], holds)
+        return jnp.where(off_X, _INT_MIN, _largest_threshold(keys_XV.shape[0], holds))
+
+    def sort() -> jax.Array:
+        likeliest_XN = _likeliest(scaled_XV)
+        sums_XN = jnp.cumsum(weigh(likeliest_XN, _ordered(likeliest_XN)), axis=1)
+        short_X = jnp.sum(sums_XN < goal_X[:, None], axis=1, dtype=jnp.int32)
+        sorted_X = jnp.where(off_X, _INT_MIN, _pick(likeliest_XN, short_X))
+        return _complete(sorted_X, off_X | (short_X < likeliest_XN.shape[1]), search)
+
+    return jax.lax.platform_dependent(cpu=sort, default=search)
+
+
+def _likeliest(x_XV: jax.Array) -> jax.Array:
+    """The largest values of each row, in falling order."""
+    return jax.lax.top_k(x_XV, min(_SORTED, x_XV.shape[1]))[0]
+
+
+def _pick(x_XN: jax.Array, index_X: jax.Array) -> jax.Array:
+    """The key of entry ``index_X`` of each row; an index past the end gives the last."""
+    index_X1 = jnp.minimum(index_X, x_XN.shape[1] - 1)[:, None]
+    return _ordered(jnp.take_along_axis(x_XN, index_X1, axis=1)[:, 0])
+
+
+def _complete(
+    sorted_X: jax.Array, found_X: jax.Array, search: Callable[[], jax.Array]
+) -> jax.Array:
+    """``sorted_X`` where found, else searched for: a row's threshold never depends on others."""
+    return jax.lax.cond(
+        jnp.all(found_X), lambda: sorted_X, lambda: jnp.where(found_X, sorted_X, search())
+    )
 
 
 def truncate(scaled_XV: jax.Array, sampling: SamplingRows) -> jax.Array:
@@ -76,16 +132,13 @@ def truncate(scaled_XV: jax.Array, sampling: SamplingRows) -> jax.Array:
     floor_X = _ordered(best_X + jnp.log(sampling.min_p_X))  # log 0 = -inf keeps all
     top_k_X = jax.lax.cond(
         jnp.any(sampling.top_k_X > 0),
-        lambda: _keep_top_k(keys_XV, sampling.top_k_X),
+        lambda: _keep_top_k(scaled_XV, keys_XV, sampling.top_k_X),
         lambda: off,
     )
     floor_X = jnp.maximum(floor_X, top_k_X)
-    weights_XV = jnp.where(keys_XV >= floor_X[:, None], jnp.exp(scaled_XV - best_X[:, None]), 0.0)
     top_p_X = jax.lax.cond(
         jnp.any(sampling.top_p_X < 1.0),
-        lambda: jnp.where(
-            sampling.top_p_X < 1.0, _keep_top_p(keys_XV, weights_XV, sampling.top_p_X), off
-        ),
+        lambda: _keep_top_p(scaled_XV, keys_XV, floor_X, sampling.top_p_X),
         lambda: off,
     )
     floor_X = jnp.maximum(floor_X, top_p_X)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.model import sampling
 from jaxserve.model.linear import cpu_compiler_options
 from jaxserve.model.sampling import sample, truncate
 from tests.models import rows_of
@@ -62,6 +63,27 @@ def test_truncation_keeps_exactly_the_tokens_that_sorting_keeps(jitted_truncate,
         got = set(np.flatnonzero(np.isfinite(kept[row])).tolist())
         assert got == kept_by_sorting(logits[row], **setting)
         np.testing.assert_array_equal(kept[row][list(got)], logits[row][list(got)])
+
+
+@pytest.mark.parametrize("spread", [0.1, 6.0], ids=["flat", "peaked"])
+def test_truncation_is_exact_whether_the_threshold_is_among_the_likeliest_or_not(
+    spread, jitted_truncate
+):
+    vocab = 3 * sampling._SORTED
+    logits = np.random.default_rng(4).normal(0, spread, (6, vocab)).astype(np.float32)
+    rows = [
+        {"top_k": 3},
+        {"top_k": sampling._SORTED},
+        {"top_k": sampling._SORTED + 1, "top_p": 0.9},
+        {"top_p": 0.8},
+        {"top_p": 0.3, "min_p": 0.2},
+        {"top_k": 10, "top_p": 0.999},
+    ]
+    kept = np.asarray(jitted_truncate(jnp.asarray(logits), rows_of(rows)))
+    neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for row, setting in enumerate(rows):
+        got = set(np.flatnonzero(np.isfinite(kept[row])).tolist())
+        assert got == kept_by_sorting(logits[row], **(neutral | setting))
 
 
 def test_a_tie_at_the_kth_place_keeps_every_tied_token(jitted_truncate):
