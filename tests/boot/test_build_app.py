@@ -112,7 +112,7 @@ async def test_under_load_of_every_kind_nothing_is_compiled_and_health_says_what
         }.items()
     )
     assert health["executables"]["compiles_after_ready"] == 0
-    assert health["executables"]["ready"] == health["executables"]["planned"] == 6
+    assert health["executables"]["ready"] == health["executables"]["planned"] == 7
     assert sum(health["capture"]["replays"].values()) > 12
 
     seen = {
@@ -121,8 +121,8 @@ async def test_under_load_of_every_kind_nothing_is_compiled_and_health_says_what
         for sample in family.samples
     }
     assert seen["jaxserve:compiles_after_ready_total", None] == 0
-    assert seen["jaxserve:executables_planned", None] == 6
-    assert seen["jaxserve:executables_ready", None] == 6
+    assert seen["jaxserve:executables_planned", None] == 7
+    assert seen["jaxserve:executables_ready", None] == 7
     assert seen["jaxserve:compile_seconds_total", None] > 0
     assert seen["jaxserve:padded_rows_total", None] == capture["padded_rows"]
     for shape, steps in capture["replays"].items():

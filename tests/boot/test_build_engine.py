@@ -135,7 +135,7 @@ def test_every_step_is_compiled_and_run_before_the_first_request(first):
     assert sorted(first.recorded) == sorted(NAMES)
     assert [b.name for b in first.booted.executables.all] == NAMES
     stats = first.booted.executable_stats()
-    assert (stats.planned, stats.compiles_after_ready) == (4, 0)
+    assert (stats.planned, stats.compiles_after_ready) == (5, 0)
     assert stats.compile_seconds > 0
     assert first.info()["executables"]["ready"] == 5
     assert first.info()["capture"]["warm"] is True
@@ -251,7 +251,7 @@ build_engine(CHECKPOINT, CONFIG, boot, report=lambda line: print(line, flush=Tru
         assert again.stdout is not None
         lines = [line for line in again.stdout if " of 5 executables: " in line]
     assert again.returncode == 0
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert sum(line.endswith("cache hit\n") for line in lines) >= 1
 
 
@@ -370,7 +370,7 @@ def test_the_pool_is_sized_by_what_the_compiled_steps_leave(trivial):
 def test_two_boots_fifty_megabytes_apart_compile_for_one_pool(trivial, tmp_path):
     cache = CompileCache(tmp_path)
     sizes, _ = planned(trivial, 15 * GIB, cache)
-    for key in (*sizes.compiler.shapes.decode, 32, "permute"):
+    for key in (*sizes.compiler.shapes.decode, 32, "permute", "write_counts"):
         sizes.compiler.build(key)
     for apart in (-50_000_000, 50_000_000):
         again, recorded = planned(trivial, 15 * GIB + apart, cache)
