@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -28,6 +28,7 @@ class Stepwise:
         self.inner, _ = build(num_blocks=2100, max_num_seqs=NUM_ROWS, max_model_len=4096)
         self.gate = threading.Semaphore(0)
         self.begun = 0
+        self.logged: list[dict[str, Any]] = []
         self.num_open: Callable[[], int] = int
         self.vocab_size, self.max_model_len = 17, 4096
 
@@ -57,7 +58,11 @@ class Stepwise:
 def server_of(engine: Stepwise, **options: Any) -> Iterator[str]:
     bridge = AsyncEngine(engine, max_requests=64, **options)
     engine.num_open = lambda: bridge.num_open
-    with served(create_app(app_parts(engine, engine=bridge))) as url:
+
+    def log(event: str, fields: Mapping[str, Any]) -> None:
+        engine.logged.append(dict(fields))
+
+    with served(create_app(app_parts(engine, engine=bridge, log=log))) as url:
         try:
             yield url
         finally:
@@ -118,6 +123,10 @@ def test_a_client_that_leaves_gives_every_block_back_at_once(stage, stream):
             others.close()
         wait_until(lambda: engine.gate.release() or engine.all_free, 5.0)
         engine.gate.release(100)
+        wait_until(lambda: len(engine.logged) == 1 + NUM_ROWS * (stage == "queued"))
+        for line in engine.logged:
+            assert line["client_gone"] is True
+            assert line["finish_reason"] == "abort"
         assert httpx.get(f"{url}/health").status_code == 200
 
 
