@@ -71,7 +71,7 @@ class _Place(NamedTuple):
     @property
     def splits(self) -> jax.Array:
         """How many of the row's splits are this program's."""
-        return jnp.maximum(cdiv(self.span.splits - self.program, self.programs), 0)
+        return cdiv(self.span.splits - self.program, self.programs)
 
     def tiles(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """First tile of the program's ``i``-th split, and the tile after its last."""

@@ -78,18 +78,20 @@ def make_world(
     return World(queries, *pools, tables.astype(np.int32), np.array(lengths, np.int32))
 
 
-def interpreted(world: World, **options) -> np.ndarray:
-    """The result in float32; fails where a warpgroup reads what a copy may still write."""
+def without_races(out: jax.Array) -> np.ndarray:
+    """``out`` in float32; fails if a warpgroup read what a copy might still have been writing."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
-    options = {"scale": 0.125, "window": None, "soft_cap": None} | options
-    sinks = None if world.sinks is None else jnp.asarray(world.sinks)
-    run = partial(streamed_mosaic.paged_attention, interpret=True, **options)
-    out = jax.jit(run)(*world.arrays, Extras(sinks, None, None))
     out.block_until_ready()  # jax 0.12 raises at a race, 0.11 notes it
     assert not get_races().races_found, "a race"
-    assert out.dtype == world.queries.dtype
     return np.asarray(out.astype(jnp.float32))
+
+
+def interpreted(world: World, **options) -> np.ndarray:
+    options = {"scale": 0.125, "window": None, "soft_cap": None} | options
+    extras = Extras(None if world.sinks is None else jnp.asarray(world.sinks), None, None)
+    run = partial(streamed_mosaic.paged_attention, interpret=True, **options)
+    return without_races(jax.jit(run)(*world.arrays, extras))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,10 @@ def plain() -> World:
 
 @pytest.fixture(scope="module")
 def plain_result(plain) -> np.ndarray:
-    return interpreted(plain)
+    """Through the package's door, which interprets what is not traced for a GPU."""
+    out = paged_attention(*plain.arrays, scale=0.125, implementation="streamed_mosaic")
+    assert out.dtype == jnp.bfloat16
+    return without_races(out)
 
 
 @needs_newer_jax
