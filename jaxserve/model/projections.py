@@ -29,12 +29,8 @@ def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
     return weight_D[None, :] * (x32 * scale).astype(x_TD.dtype)
 
 
-def _either(
-    x_TD: jax.Array, kernel: Callable[..., Any], plain: Callable[..., Any], *rest: Any
-) -> Any:
-    """``kernel(x, *rest)`` where it is lowered for CUDA and takes it, else ``plain(x, *rest)``."""
-    if x_TD.dtype != jnp.bfloat16 or x_TD.shape[0] > fused.MAX_ROWS:
-        return plain(x_TD, *rest)
+def _either(kernel: Callable[..., Any], plain: Callable[..., Any], *operands: Any) -> Any:
+    """``kernel`` of the operands where it is lowered for CUDA and takes them, else ``plain``."""
 
     def on_cuda(*operands: Any) -> Any:
         try:
@@ -42,7 +38,16 @@ def _either(
         except NotImplementedError:
             return plain(*operands)
 
-    return jax.lax.platform_dependent(x_TD, *rest, cuda=on_cuda, default=plain)
+    return jax.lax.platform_dependent(*operands, cuda=on_cuda, default=plain)
+
+
+def _few_rows(
+    kernel: Callable[..., Any], plain: Callable[..., Any], x_TD: jax.Array, *rest: Any
+) -> Any:
+    """``_either`` for few rows of bfloat16, else ``plain``."""
+    if x_TD.dtype != jnp.bfloat16 or x_TD.shape[0] > fused.MAX_ROWS:
+        return plain(x_TD, *rest)
+    return _either(kernel, plain, x_TD, *rest)
 
 
 def attention_inputs(
@@ -67,7 +72,12 @@ def attention_inputs(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         normed = rms_norm(x_TD, layer.attn_norm_D, eps)
         qkv = linear(normed, layer.qkv_ED, layer.qkv_bias_E)
-        heads = qkv.reshape(x_TD.shape[0], N + 2 * config.num_kv_heads, config.head_dim)
+        return _either(fused.rotate_write, rotate_write, qkv, table, slots_T, k_pool, v_pool)
+
+    def rotate_write(
+        qkv_TE: jax.Array, table: Table, slots_T: jax.Array, k_pool: jax.Array, v_pool: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        heads = qkv_TE.reshape(-1, N + 2 * config.num_kv_heads, config.head_dim)
         turned = rotate(heads[:, : N + config.num_kv_heads], table)
         k_TKH, v_TKH = turned[:, N:], heads[:, N + config.num_kv_heads :]
         return turned[:, :N], *write_kv(k_pool, v_pool, k_TKH, v_TKH, slots_T)
@@ -76,7 +86,7 @@ def attention_inputs(
         norm = fused.RmsNorm(layer.attn_norm_D, eps)
         return fused.norm_qkv_write(x_TD, norm, layer.qkv_ED, layer.qkv_bias_E, *rest)
 
-    return _either(x_TD, kernel, plain, layer, table, slots_T, k_pool, v_pool)
+    return _few_rows(kernel, plain, x_TD, layer, table, slots_T, k_pool, v_pool)
 
 
 def gated(config: ModelConfig, layer: LayerParams, x_TD: jax.Array) -> jax.Array:
@@ -92,7 +102,7 @@ def gated(config: ModelConfig, layer: LayerParams, x_TD: jax.Array) -> jax.Array
         norm = fused.RmsNorm(layer.ffn_norm_D, eps)
         return fused.norm_gate_up(x_TD, norm, layer.gate_up_JD, layer.gate_up_bias_J)
 
-    return _either(x_TD, kernel, plain, layer)
+    return _few_rows(kernel, plain, x_TD, layer)
 
 
 def add_product(
@@ -105,4 +115,4 @@ def add_product(
     ) -> jax.Array:
         return x_TD + linear(y_TI, w_DI, bias_D)
 
-    return _either(x_TD, fused.add_product, plain, y_TI, w_DI, bias_D)
+    return _few_rows(fused.add_product, plain, x_TD, y_TI, w_DI, bias_D)

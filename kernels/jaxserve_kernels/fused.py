@@ -14,6 +14,7 @@ Shape letters beyond those of the package: D model width, F ffn width, E = (N + 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,6 +57,13 @@ def _tile(rows: int, out: int) -> _Tile:
     if rows == MAX_ROWS:
         return _Tile(rows, 2 * out, inputs=128, num_stages=3)
     return _Tile(rows, out, inputs=256 if rows == 16 else 128, num_stages=4)
+
+
+def _lanes(head_size: int, most: int) -> int:
+    """Pairs of a head that a program takes: the largest power of two that divides them."""
+    if head_size % 16:
+        raise NotImplementedError(f"head size {head_size} is no multiple of 16")
+    return math.gcd(head_size // 2, most)
 
 
 def _mask(holds: bool, mask: Any) -> dict[str, Any]:
@@ -116,6 +124,47 @@ def _plus_bias(y: jax.Array, bias_ref: Any | None, out: jax.Array) -> jax.Array:
     return y + plt.load(bias_ref.at[out], mask=inside, other=0.0).astype(jnp.float32)[None]
 
 
+def _store_head(
+    halves: tuple[jax.Array, jax.Array],
+    row: jax.Array,
+    first: jax.Array,
+    row_mask: jax.Array,
+    table: Any,
+    slots_ref: Any,
+    refs: tuple[Any, Any, Any],
+) -> None:
+    """Rows ``row`` of head ``program_id(0)``: lanes ``first`` and those H / 2 further, float32.
+
+    A query is turned and stored in q, a key turned and written to its slot, a value written.
+    """
+    q_ref, k_ref, v_ref = refs
+    N, H = q_ref.shape[1:]
+    K, Z = k_ref.shape[1:3]
+    head, mask, second = pl.program_id(0), row_mask[:, None], first + H // 2
+    cos, sin = (plt.load(t.at[row[:, None], first[None]], mask=mask, other=0.0) for t in table)
+    y1, y2 = halves
+    turned = y1 * cos - y2 * sin, y2 * cos + y1 * sin
+
+    def store(ref: Any, at: tuple[Any, ...], parts: tuple[jax.Array, jax.Array]) -> None:
+        for lane, part in zip((first, second), parts, strict=True):
+            plt.store(ref.at[(*at, lane[None])], part.astype(ref.dtype), mask=mask)
+
+    slot = plt.load(slots_ref.at[row], mask=row_mask, other=0)
+    block, offset = lax.div(slot, jnp.int32(Z))[:, None], lax.rem(slot, jnp.int32(Z))[:, None]
+
+    @pl.when(head < N)
+    def _() -> None:
+        store(q_ref, (row[:, None], head), turned)
+
+    @pl.when((head >= N) & (head < N + K))
+    def _() -> None:
+        store(k_ref, (block, head - N, offset), turned)
+
+    @pl.when(head >= N + K)
+    def _() -> None:
+        store(v_ref, (block, head - N - K, offset), halves)
+
+
 def _qkv_kernel(
     x_ref: Any,
     norm_ref: Any,
@@ -133,9 +182,7 @@ def _qkv_kernel(
     tile: _Tile,
 ) -> None:
     """Program (head, i): pairs i * out to (i + 1) * out - 1 of a query, key or value head."""
-    head, rows = pl.program_id(0), x_ref.shape[0]
-    N, H = q_ref.shape[1:]
-    K, Z = k_ref.shape[1:3]
+    head, rows, H = pl.program_id(0), x_ref.shape[0], q_ref.shape[2]
     first = pl.program_id(1) * tile.out + lax.iota(jnp.int32, tile.out)
     second = first + H // 2
     outs = (head * H + first, head * H + second)
@@ -143,28 +190,7 @@ def _qkv_kernel(
     y1, y2 = (_plus_bias(part, bias_ref, out) for part, out in zip(y, outs, strict=True))
 
     row = lax.iota(jnp.int32, tile.rows)
-    mask = (row < rows)[:, None]
-    cos, sin = (plt.load(t.at[row[:, None], first[None]], mask=mask, other=0.0) for t in table)
-    turned1, turned2 = y1 * cos - y2 * sin, y2 * cos + y1 * sin
-
-    def store(ref: Any, at: tuple[Any, ...], half1: jax.Array, half2: jax.Array) -> None:
-        for lane, half in ((first, half1), (second, half2)):
-            plt.store(ref.at[(*at, lane[None])], half.astype(ref.dtype), mask=mask)
-
-    slot = plt.load(slots_ref.at[row], mask=row < rows, other=0)
-    block, offset = lax.div(slot, jnp.int32(Z))[:, None], lax.rem(slot, jnp.int32(Z))[:, None]
-
-    @pl.when(head < N)
-    def _() -> None:
-        store(q_ref, (row[:, None], head), turned1, turned2)
-
-    @pl.when((head >= N) & (head < N + K))
-    def _() -> None:
-        store(k_ref, (block, head - N, offset), turned1, turned2)
-
-    @pl.when(head >= N + K)
-    def _() -> None:
-        store(v_ref, (block, head - N - K, offset), y1, y2)
+    _store_head((y1, y2), row, first, row < rows, table, slots_ref, (q_ref, k_ref, v_ref))
 
 
 def norm_qkv_write(
@@ -188,11 +214,8 @@ def norm_qkv_write(
     """
     T, (_, K, _, H) = x_TD.shape[0], k_pool_CKZH.shape
     heads = qkv_ED.shape[0] // H
-    if H % 16:
-        raise NotImplementedError(f"head size {H} is no multiple of 16")
     tile = _tile(T, out=8)
-    if H // 2 % tile.out:
-        tile = tile._replace(out=8)
+    tile = tile._replace(out=_lanes(H, tile.out))
     pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool_CKZH, v_pool_CKZH)]
     first_pool = 5 + len(table) - (bias_E is None)
     return pl.pallas_call(
@@ -204,6 +227,58 @@ def norm_qkv_write(
         interpret=interpret,
         name="norm_qkv_write",
     )(x_TD, norm.weight_D, qkv_ED, bias_E, table, slots_T, k_pool_CKZH, v_pool_CKZH)
+
+
+def _rotate_kernel(
+    qkv_ref: Any,
+    table: Any,
+    slots_ref: Any,
+    _k_ref: Any,
+    _v_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    *,
+    rows: int,
+    lanes: int,
+) -> None:
+    """Program (head, i, j): pairs i * lanes on of rows j * rows on of a head."""
+    head, H = pl.program_id(0), q_ref.shape[2]
+    first = pl.program_id(1) * lanes + lax.iota(jnp.int32, lanes)
+    row = pl.program_id(2) * rows + lax.iota(jnp.int32, rows)
+    row_mask = row < qkv_ref.shape[0]
+
+    def half(lane: jax.Array) -> jax.Array:
+        at = (row[:, None], (head * H + lane)[None])
+        return plt.load(qkv_ref.at[at], mask=row_mask[:, None], other=0.0).astype(jnp.float32)
+
+    halves = half(first), half(first + H // 2)
+    _store_head(halves, row, first, row_mask, table, slots_ref, (q_ref, k_ref, v_ref))
+
+
+def rotate_write(
+    qkv_TE: jax.Array,
+    table: tuple[jax.Array, jax.Array],
+    slots_T: jax.Array,
+    k_pool_CKZH: jax.Array,
+    v_pool_CKZH: jax.Array,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What :func:`norm_qkv_write` does after the projection, for any number of tokens."""
+    T, (_, K, _, H) = qkv_TE.shape[0], k_pool_CKZH.shape
+    heads, rows, lanes = qkv_TE.shape[1] // H, 16, _lanes(H, 64)
+    pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool_CKZH, v_pool_CKZH)]
+    first_pool = 2 + len(table)
+    return pl.pallas_call(
+        partial(_rotate_kernel, rows=rows, lanes=lanes),
+        grid=(heads, H // 2 // lanes, pl.cdiv(T, rows)),
+        out_shape=(jax.ShapeDtypeStruct((T, heads - 2 * K, H), qkv_TE.dtype), *pools),
+        input_output_aliases={first_pool: 1, first_pool + 1: 2},
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="rotate_write",
+    )(qkv_TE, table, slots_T, k_pool_CKZH, v_pool_CKZH)
 
 
 def _gate_up_kernel(

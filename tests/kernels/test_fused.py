@@ -66,33 +66,56 @@ def check(case: Case, got: jax.Array, want: np.ndarray) -> None:
     np.testing.assert_allclose(exact(got), want, atol=tolerance, rtol=tolerance)
 
 
+def places(case: Case, rows: int, draw: Draw) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Angles and slots of ``rows`` tokens, and two pools."""
+    angles = draw.rng.standard_normal((rows, case.head_size // 2), np.float32)
+    slots = (Z + draw.rng.permutation((C - 1) * Z)[:rows]).astype(np.int32)
+    pool = (C, case.num_kv_heads, Z, case.head_size)
+    return angles, slots, [draw(*pool), draw(*pool)]
+
+
+def check_places(case: Case, y, angles, slots, pools, q, written) -> None:
+    """``y`` turned by ``angles`` is in ``q`` and, at ``slots``, in the pools ``written``."""
+    heads = y.reshape(len(y), -1, case.head_size)
+    N, K = case.num_heads, case.num_kv_heads
+    first, second = np.split(heads, 2, axis=2)
+    cos, sin = np.cos(exact(angles))[:, None], np.sin(exact(angles))[:, None]
+    turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=2)
+    check(case, q, turned[:, :N])
+    for pool, got, new in zip(
+        pools, written, (turned[:, N : N + K], heads[:, N + K :]), strict=True
+    ):
+        want = exact(pool)
+        for token, slot in enumerate(slots):
+            want[slot // Z, :, slot % Z] = new[token]
+        check(case, got, want)
+
+
 @every_case
 def test_queries_are_turned_and_keys_and_values_land_in_their_slots(case):
     draw, heads = Draw(case), case.num_heads + 2 * case.num_kv_heads
-    H, N, K = case.head_size, case.num_heads, case.num_kv_heads
+    H = case.head_size
     x, weight, w = (
         draw(case.rows, case.inputs),
         draw(case.inputs),
         draw.matrix(heads * H, case.inputs),
     )
     bias = draw(heads * H) if case.bias else None
-    angles = draw.rng.standard_normal((case.rows, 1, H // 2), np.float32)
-    slots = (Z + draw.rng.permutation((C - 1) * Z)[: case.rows]).astype(np.int32)
-    pools = draw(C, K, Z, H), draw(C, K, Z, H)
-    table = (np.cos(angles[:, 0]), np.sin(angles[:, 0]))
+    angles, slots, pools = places(case, case.rows, draw)
+    table = (np.cos(angles), np.sin(angles))
     run = partial(fused.norm_qkv_write, interpret=True)
     q, *written = run(x, fused.RmsNorm(weight, EPS), w, bias, table, slots, *pools)
+    check_places(case, normed_product(x, weight, w, bias), angles, slots, pools, q, written)
 
-    y = normed_product(x, weight, w, bias).reshape(case.rows, heads, H)
-    first, second = np.split(y, 2, axis=2)
-    cos, sin = np.cos(exact(angles)), np.sin(exact(angles))
-    turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=2)
-    check(case, q, turned[:, :N])
-    for pool, got, new in zip(pools, written, (turned[:, N : N + K], y[:, N + K :]), strict=True):
-        want = exact(pool)
-        for token, slot in enumerate(slots):
-            want[slot // Z, :, slot % Z] = new[token]
-        check(case, got, want)
+
+def test_any_number_of_products_is_turned_and_written():
+    case, rows = CASES[1], 70
+    draw, heads = Draw(case), case.num_heads + 2 * case.num_kv_heads
+    qkv = draw(rows, heads * case.head_size)
+    angles, slots, pools = places(case, rows, draw)
+    table = (np.cos(angles), np.sin(angles))
+    q, *written = fused.rotate_write(qkv, table, slots, *pools, interpret=True)
+    check_places(case, exact(qkv), angles, slots, pools, q, written)
 
 
 @every_case
