@@ -73,6 +73,15 @@ class _TimedRunner:
     def prefill(self, batch: PrefillBatch) -> _TimedPending:
         return _TimedPending(self, self._call(self._runner.prefill, batch))
 
+    def update_params(self, tree: Any) -> None:
+        self._runner.update_params(tree)
+
+    def sleep(self, *, weights: bool) -> None:
+        self._runner.sleep(weights=weights)
+
+    def wake(self) -> None:
+        self._runner.wake()
+
     def _call(self, call: Callable[..., Any], *args: Any) -> Any:
         start = time.perf_counter()
         result = call(*args)

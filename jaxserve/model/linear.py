@@ -9,6 +9,7 @@ loop instead.
 from __future__ import annotations
 
 import operator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -60,19 +61,22 @@ def _cpu_product(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
     ).T
 
 
-def _library_product(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
-    """x @ w.T, float32 [T, O], by the platform's library."""
-    return jax.lax.dot_general(
-        x_TI, w_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+def _library_product(x_TI: jax.Array, w_OI: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x @ w.T in ``dtype`` [T, O], by the platform's library, which sums in float32."""
+    return jax.lax.dot_general(x_TI, w_OI, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def product(x_TI: jax.Array, w_OI: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """x @ w.T summed in float32, [T, O] in ``dtype``; the platform lowered for picks the way."""
+    return jax.lax.platform_dependent(
+        x_TI,
+        w_OI,
+        cpu=lambda x_TI, w_OI: _cpu_product(x_TI, w_OI).astype(dtype),
+        default=partial(_library_product, dtype=dtype),
     )
-
-
-def product(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
-    """x @ w.T summed in float32, float32 [T, O]; the platform lowered for picks the way."""
-    return jax.lax.platform_dependent(x_TI, w_OI, cpu=_cpu_product, default=_library_product)
 
 
 def linear(x_TI: jax.Array, w_OI: jax.Array, bias_O: jax.Array | None = None) -> jax.Array:
     """x @ w.T (+ bias) in x's dtype, [T, O]."""
-    y_TO = product(x_TI, w_OI).astype(x_TI.dtype)
+    y_TO = product(x_TI, w_OI, x_TI.dtype)
     return y_TO if bias_O is None else y_TO + bias_O[None, :]
