@@ -186,8 +186,8 @@ def prefill_step(
 def compiler_options(platform: str) -> dict[str, bool]:
     """What steps are compiled with on a platform ("cpu", "cuda", ...)."""
     if platform == "cuda":
-        # Its own products must be tuned on the device that runs them; cuBLAS choices need not, and
-        # leave fewer kernels between products.
+        # XLA's own products must be tuned on the device that runs them; cuBLAS needs no tuning and
+        # leaves fewer kernels between products.
         return {"xla_gpu_enable_triton_gemm": False}
     return cpu_compiler_options() if platform == "cpu" else {}
 
