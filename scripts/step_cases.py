@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -169,10 +170,11 @@ def measure_step(target: str, name: str, rows: int, layers: int) -> tuple[Step, 
 
 
 def one_layer(thunk_sequence: str, kernels: set[str], layers: int) -> list[thunks.Launch]:
-    """What a middle layer launches, up to the same place of the next one.
+    """What a layer launches, up to the same place of the next one.
 
     ``kernels`` are the hand-written kernels of the step; the first of them to run once a layer
-    marks the place. Raises ValueError when none does, or layers differ in what they launch.
+    marks the place. What is computed once a step may stand in any layer, so the one taken launches
+    as many as most do. Raises ValueError when no kernel marks the place, or most layers differ.
     """
     flat = [launch for launch in thunks.list_launches(thunk_sequence) if launch.where == "once"]
     names = [launch.name for launch in flat]
@@ -181,9 +183,11 @@ def one_layer(thunk_sequence: str, kernels: set[str], layers: int) -> list[thunk
         raise ValueError(f"none of the kernels {sorted(kernels)} runs {layers} times a step")
     at = [i for i, name in enumerate(names) if name == marks[0]]
     spans = [flat[start:end] for start, end in pairwise(at)]
-    if len({len(span) for span in spans}) != 1:
-        raise ValueError(f"layers launch {[len(span) for span in spans]}")
-    return spans[len(spans) // 2]
+    lengths = [len(span) for span in spans]
+    usual, count = Counter(lengths).most_common(1)[0]
+    if 2 * count <= len(spans):
+        raise ValueError(f"layers launch {lengths}")
+    return next(span for span in reversed(spans) if len(span) == usual)
 
 
 def large_arrays(shapes: StepShapes) -> set[Array]:

@@ -77,7 +77,12 @@ def test_a_layer_goes_from_one_attention_kernel_to_the_next():
     assert [launch.name for launch in one_layer(step, {"walk"}, 3)] == ["walk", "out2", "ffn2"]
 
 
-def test_layers_that_launch_differently_or_no_attention_kernel_are_an_error():
+def test_what_is_computed_once_does_not_count_for_the_layer_it_stands_in():
+    step = sequence("walk", "once", "out", "walk", "out", "walk", "out", "walk", "head")
+    assert [launch.name for launch in one_layer(step, {"walk"}, 4)] == ["walk", "out"]
+
+
+def test_layers_that_launch_differently_or_no_marking_kernel_are_an_error():
     uneven = sequence("walk", "out", "walk", "out", "ffn", "walk")
     with pytest.raises(ValueError, match=r"layers launch \[2, 3\]"):
         one_layer(uneven, {"walk"}, 3)
