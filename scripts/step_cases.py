@@ -56,7 +56,7 @@ MODELS = {
 
 MAX_ROWS, MAX_LEN, BLOCK_SIZE = 256, 8192, 16
 # A K or V array of a layer is larger than any workspace, so no workspace holds a copy of one.
-_POOL_ARRAY_BYTES = 512 * 2**20
+_POOL_ARRAY_BYTES = 2**30
 
 _THUNK_OF = re.compile(r'profile_annotation: "([^"]+)"\s+thunk_id: (\d+)')
 _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
