@@ -1,0 +1,240 @@
+"""The steps called by hand: against whole forward passes, the engine, and the arrays' one list."""
+
+from dataclasses import replace
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve import LLM, EngineConfig, SamplingParams
+from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.model.attention import kv_pool_specs
+from jaxserve.runtime.executables import zeros
+from jaxserve.steps import (
+    ALL_ALLOWED,
+    NULL_BLOCK,
+    SIT_OUT,
+    DecodeShape,
+    compile_steps,
+    decode_step,
+    fork_rows,
+    mask_spec,
+    prefill_batch_specs,
+    shape_structs,
+    steps_of,
+)
+from tests.models import TINY, module_of, pack_mask
+
+CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32, block_size=8)
+A, B = [5, 9, 2, 44, 17, 3, 8], [7, 101]
+
+
+@nnx.jit
+def forward(module, tokens_T):
+    """Logits [T, V] of one whole sequence, without any cache."""
+    return module(tokens_T[None])[0]
+
+
+def greedy(module, prompt, count):
+    """The likeliest continuation, each token from a whole forward pass."""
+    tokens = list(prompt)
+    for _ in range(count):
+        padded = jnp.asarray(tokens + [0] * (64 - len(tokens)), jnp.int32)
+        tokens.append(int(forward(module, padded)[len(tokens) - 1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def module():
+    return module_of(TINY, seed=3)
+
+
+@pytest.fixture(scope="module")
+def llm(module):
+    with LLM(params=module, config=CONFIG, use_tqdm=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def steps(llm):
+    return steps_of(llm.engine)
+
+
+@pytest.fixture(scope="module")
+def params(steps, module):
+    return steps.place(module)
+
+
+def decode_all(steps, params, pool, state, first, count):
+    """Tokens [rows][1 + count] of ``count`` decode steps after ``first``."""
+    drawn = [np.asarray(first)[: steps.shapes.max_num_seqs]]
+    for _ in range(count):
+        pool, state, output = steps.decode(params, pool, state)
+        drawn.append(np.asarray(output.tokens_X))
+    return np.stack(drawn, axis=1).tolist(), pool, state
+
+
+def test_two_rows_by_hand_continue_as_whole_forward_passes_do(steps, params, module):
+    pool, state = steps.allocate()
+    pool, state, drawn = steps.prefill(params, pool, state, steps.pack([A, B]))
+    tokens, _, _ = decode_all(steps, params, pool, state, drawn.tokens_X, 11)
+    assert tokens[0] == greedy(module, A, 12)
+    assert tokens[1] == greedy(module, B, 12)
+
+
+def test_a_prompt_longer_than_a_batch_goes_in_piece_by_piece(steps, params, module):
+    long = np.random.default_rng(0).integers(0, TINY.vocab_size, 45).tolist()
+    pool, state = steps.allocate()
+    with pytest.raises(InvalidRequest, match="45 tokens in a batch of at most 32"):
+        steps.pack([long])
+    batch = steps.pack([long[:30]], rows=[2])
+    pool, state, _ = steps.prefill(params, pool, state, batch)
+    batch = steps.pack([long], rows=[2], starts=[30])
+    pool, state, drawn = steps.prefill(params, pool, state, batch)
+    first = np.zeros(4, np.int32)
+    first[2] = drawn.tokens_X[0]
+    tokens, _, _ = decode_all(steps, params, pool, state, first, 5)
+    assert tokens[2] == greedy(module, long, 6)
+
+
+def test_a_loop_by_hand_draws_what_the_engine_draws(steps, params, llm):
+    settings = [
+        SamplingParams(temperature=0.9, top_p=0.9, seed=seed, max_tokens=9, ignore_eos=True)
+        for seed in range(4)
+    ]
+    pool, state = steps.allocate()
+    pool, state, drawn = steps.prefill(params, pool, state, steps.pack([A] * 4, settings))
+    tokens, _, _ = decode_all(steps, params, pool, state, drawn.tokens_X, 8)
+    outputs = llm.generate([A] * 4, settings)
+    assert tokens == [list(output.outputs[0].token_ids) for output in outputs]
+    assert len(set(map(tuple, tokens))) == 4
+
+
+def test_every_array_is_that_of_the_one_description(steps, params):
+    shapes = steps.shapes
+    pool, state = steps.allocate()
+    same = chex.assert_trees_all_equal_shapes_and_dtypes
+    same((pool, state), shape_structs((shapes.pool_specs(), shapes.state_specs())))
+    batch = steps.pack([A, B])
+    specs = prefill_batch_specs(32, 4, shapes.blocks_per_row, TINY.vocab_size)
+    same(batch, shape_structs(specs))
+    pool, state, drawn = steps.prefill(params, pool, state, batch)
+    chex.assert_shape(drawn.tokens_X, (4,))
+    pool, state, drawn = steps.decode(params, pool, state, shape=DecodeShape(2, 64))
+    chex.assert_shape(drawn.tokens_X, (2,))
+    same((pool, state), shape_structs((shapes.pool_specs(), shapes.state_specs())))
+
+
+def test_rows_own_blocks_that_nobody_shares_and_never_the_null_block(steps):
+    tables = steps.tables_BP
+    chex.assert_shape(tables, (4, steps.shapes.blocks_per_row))
+    assert np.unique(tables).size == tables.size
+    assert tables.min() > NULL_BLOCK
+    assert tables.max() < steps.shapes.num_blocks
+
+
+def test_a_forked_row_goes_on_as_its_source_and_leaves_it_alone(steps, params, module):
+    pool, state = steps.allocate()
+    pool, state, drawn = steps.prefill(params, pool, state, steps.pack([A, B]))
+    first = int(drawn.tokens_X[0])
+    pool, state = steps.fork(pool, state, [1, 0, 0, -1])
+    assert state.context_lens_B.tolist() == [2, 7, 7, 0]
+    state = state._replace(last_tokens_B=state.last_tokens_B.at[2].set(77))
+    heads = [int(drawn.tokens_X[1]), first, 77, 0]
+    tokens, _, _ = decode_all(steps, params, pool, state, heads, 9)
+    assert tokens[0] == greedy(module, B, 10)
+    assert tokens[1] == greedy(module, A, 10)
+    assert tokens[2][1:] == greedy(module, [*A, 77], 9)
+
+
+def test_a_fork_is_the_same_whether_layers_share_an_array_or_not(steps):
+    shapes = steps.shapes
+    rng = np.random.default_rng(1)
+    apart = jax.tree.map(
+        lambda s: jnp.asarray(rng.normal(size=s.shape), s.dtype),
+        shape_structs(kv_pool_specs(TINY, shapes.num_blocks, 8, "float32")),
+    )
+    stacked = type(apart)(*((jnp.concatenate(half),) for half in apart))
+    state = zeros(shapes.state_specs())._replace(
+        block_tables_BP=jnp.asarray(steps.tables_BP), context_lens_B=jnp.asarray([9, 0, 3, 0])
+    )
+    fork = partial(
+        fork_rows,
+        state=state,
+        sources_B=jnp.asarray([2, 0, 0, -1]),
+        own_tables_BP=jnp.asarray(steps.tables_BP),
+        num_blocks=shapes.num_blocks,
+    )
+    one, _ = fork(apart)
+    other, _ = fork(stacked)
+    chex.assert_trees_all_equal(
+        type(apart)(*((jnp.concatenate(half),) for half in one)),
+        other,
+    )
+    tables = steps.tables_BP
+    np.testing.assert_array_equal(one.k[1][tables[0]], apart.k[1][tables[2]])
+    np.testing.assert_array_equal(one.v[0][tables[2]], apart.v[0][tables[0]])
+
+
+def test_a_row_sits_out_and_a_mask_forces_a_token(steps, params, module):
+    pool, state = steps.allocate()
+    pool, state, drawn = steps.prefill(params, pool, state, steps.pack([A, B]))
+    mask = np.stack([pack_mask(allowed, TINY.vocab_size) for allowed in ({50}, None, None, None)])
+    parked = np.asarray([NULL_BLOCK, SIT_OUT, SIT_OUT, SIT_OUT], np.int32)
+    pool, state, output = steps.decode(params, pool, state, parked, mask)
+    assert int(output.tokens_X[0]) == 50
+    assert state.context_lens_B.tolist() == [8, 2, 0, 0]
+    heads = [50, int(drawn.tokens_X[1]), 0, 0]
+    tokens, _, _ = decode_all(steps, params, pool, state, heads, 4)
+    first = int(drawn.tokens_X[0])
+    assert tokens[0][1:] == greedy(module, [*A, first, 50], 4)
+    assert tokens[1] == greedy(module, B, 5)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_a_jitted_step_is_traced_once_a_bucket_whatever_the_rows_hold(steps, params, rows):
+    shapes = steps.shapes
+    chex.clear_trace_counter()
+
+    @partial(jax.jit, donate_argnums=(1, 2))
+    @chex.assert_max_traces(n=1)
+    def step(*arrays):
+        shape = DecodeShape(rows, 64)
+        return decode_step(*arrays, config=TINY, backend=shapes.backend, shape=shape, block_size=8)
+
+    pool, state = steps.allocate()
+    mask = np.full(mask_spec(rows, TINY.vocab_size).shape, ALL_ALLOWED, np.uint32)
+    for prompts in ([A], [A, B], [B, A, B]):
+        pool, state, _ = steps.prefill(params, pool, state, steps.pack(prompts))
+        pool, state, _ = step(params, pool, state, np.zeros(rows, np.int32), mask)
+
+
+def test_what_only_an_engine_acts_on_is_refused_by_name(steps):
+    for setting in ({"n": 2}, {"presence_penalty": 1.0}, {"allowed_token_ids": (1,)}):
+        with pytest.raises(InvalidRequest, match=f"{next(iter(setting))}="):
+            steps.pack([A], SamplingParams(**setting))
+    with pytest.raises(InvalidRequest, match="0 tokens"):
+        steps.pack([[]])
+    with pytest.raises(InvalidRequest, match="in a row of 64"):
+        steps.pack([[1] * 64], starts=[60])
+
+
+def test_a_pool_too_small_for_rows_that_own_their_blocks_is_refused(llm):
+    small = replace(llm.engine, pool=replace(llm.engine.pool, num_blocks=20))
+    with pytest.raises(ConfigError, match="20 blocks, and 4 rows of 64 tokens own 33"):
+        steps_of(small)
+
+
+def test_steps_are_compiled_without_a_weight_and_take_any_canonical_tree(module):
+    config = replace(CONFIG, max_num_seqs=1, attention_backend="rectangle")
+    steps = compile_steps(TINY, config)
+    assert steps.shapes.num_blocks == 64 // 8 + 1
+    params = steps.place(module)
+    pool, state = steps.allocate()
+    pool, state, drawn = steps.prefill(params, pool, state, steps.pack([A]))
+    tokens, _, _ = decode_all(steps, params, pool, state, drawn.tokens_X, 3)
+    assert tokens[0] == greedy(module, A, 4)
