@@ -58,9 +58,10 @@ class ModelRunner:
     """
 
     def __init__(self, params: Params, executables: Executables, shapes: StepShapes) -> None:
-        self.params = params
         self._shapes = shapes
         self._device = jax.tree.leaves(params)[0].sharding
+        # Committed to it, as updated ones are: what updates them is then compiled once.
+        self.params: Params = jax.device_put(params, self._device)
         self._executables = executables
         self._pool: KVPool = zeros(shapes.pool_specs())
         self._state: DecodeState = zeros(shapes.state_specs())
