@@ -16,7 +16,7 @@ from jaxserve.config import BootConfig, DType, EngineConfig, ModelConfig
 from jaxserve.errors import BootError, ConfigError
 from jaxserve.model.params import Params, stacks_layers
 from jaxserve.plan.batch import ArraySpec, PrefillBatch, counts_spec, prefill_batch_specs
-from jaxserve.plan.buckets import DecodeShape, PrefillBuckets
+from jaxserve.plan.buckets import DecodeShape
 from jaxserve.plan.gates import (
     check_boot_info,
     check_capture_ready,
@@ -51,6 +51,7 @@ from jaxserve.runtime.sizing import (
     decode_read,
     exact_shape,
     plan_sizes,
+    prefill_buckets,
     step_shapes,
 )
 from jaxserve.runtime.weights import first_params
@@ -246,7 +247,7 @@ def build_engine(
         runner,
         num_blocks=pool.num_blocks,
         decode_buckets=buckets,
-        prefill_buckets=PrefillBuckets(config.max_num_batched_tokens),
+        prefill_buckets=prefill_buckets(config),
         decode_shape=decode_shape,
     )
     booted = BootedEngine(

@@ -117,6 +117,10 @@ class EngineConfig:
     the decode state so that it stays where it is, ``capture_decode`` compiles every step before the
     first request. An engine refuses two of the three.
 
+    ``deterministic``: a request's tokens and log probabilities are bit for bit those it gets
+    alone, whoever is in the batch, however its prompt was cut or found in the cache, and after a
+    preemption. Every step then has its one largest size.
+
     ``enable_prefix_caching`` keeps the K/V of full blocks for later requests that begin with the
     same tokens.
     """
@@ -136,8 +140,14 @@ class EngineConfig:
     bucket_decode: bool = True
     persist_inputs: bool = True
     capture_decode: bool = True
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
+        if self.deterministic and self.attention_backend == "rectangle":
+            raise ConfigError(
+                "--deterministic needs a read that walks each row by itself: use "
+                "--attention-backend streamed"
+            )
         for name, flag in (
             ("max_model_len", "--max-model-len"),
             ("max_num_seqs", "--max-num-seqs"),

@@ -269,21 +269,33 @@ class LLM:
         outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
         return [replace(output, prompt=one) for output, one in zip(outputs, rendered, strict=True)]
 
-    def score(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> Any:
-        """The model's own log probability of each token given those before it.
+    def score(
+        self, token_ids: Sequence[int], *, num_prompt_tokens: int | None = None
+    ) -> list[float | None]:
+        """The model's own log probability of each token given those before it, None for the first.
 
-        One list of token ids gives a list of floats, None for the first; a list of them, a list.
+        Computed by prefill, all at once; that equals what decode steps give up to rounding. With
+        ``num_prompt_tokens`` the tokens after so many go through decode steps, one after the
+        other, as they did when they were generated from that prompt: in deterministic mode the
+        result is then bit for bit what ``generate`` returned.
         """
-        one = not token_ids or isinstance(token_ids[0], int)
-        prompts: list[PromptType] = [token_ids] if one else list(token_ids)  # type: ignore[list-item, arg-type]
-        outputs = self.generate(
-            prompts, SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False
+        prompt = list(token_ids if num_prompt_tokens is None else token_ids[:num_prompt_tokens])
+        rest = token_ids[len(prompt) :]
+        params = SamplingParams(
+            max_tokens=len(rest),
+            prompt_logprobs=0,
+            logprobs=0 if rest else None,
+            temperature=0.0,
+            ignore_eos=True,
         )
-        scores = [
-            [None if entry is None else entry.logprob for entry in output.prompt_logprobs or ()]
-            for output in outputs
-        ]
-        return scores[0] if one else scores
+        request = self._add(prompt, params, continuation=rest)
+        try:
+            self._finish([request], use_tqdm=False)
+        finally:
+            self._drop(request)
+        (choice,) = request.choices.values()
+        entries = [*(request.prompt_logprobs or ()), *choice.logprobs]
+        return [None if entry is None else entry.logprob for entry in entries]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, as ``generate`` makes them."""
@@ -365,7 +377,9 @@ class LLM:
             raise ConfigError("this LLM has no tokenizer; pass token ids, or tokenizer=")
         return self._text
 
-    def _add(self, prompt: PromptType, params: SamplingParams) -> _Request:
+    def _add(
+        self, prompt: PromptType, params: SamplingParams, continuation: Sequence[int] = ()
+    ) -> _Request:
         engine = self.engine.engine
         text = prompt if isinstance(prompt, str) else None
         ids = tuple(self._needs_text().encode(prompt) if isinstance(prompt, str) else prompt)
@@ -383,7 +397,13 @@ class LLM:
                 child = child_params(params, index)
                 choice_id = f"{name}-{index}"
                 detokenizer = None if self._text is None else self._text.detokenizer(ids, child)
-                engine.add_request(choice_id, ids, child, group=name if params.n > 1 else None)
+                engine.add_request(
+                    choice_id,
+                    ids,
+                    child,
+                    group=name if params.n > 1 else None,
+                    continuation=continuation,
+                )
                 scored = params.logprobs is not None
                 request.choices[choice_id] = _Choice(index, detokenizer, scored)
                 self._owners[choice_id] = request

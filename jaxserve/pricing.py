@@ -12,7 +12,6 @@ from jaxserve.boot import resolve
 from jaxserve.checkpoint.load import Checkpoint
 from jaxserve.config import BootConfig, EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.plan.buckets import PrefillBuckets
 from jaxserve.plan.capture import plan_capture
 from jaxserve.plan.compiled import CompiledFigures, Key
 from jaxserve.plan.pool import DeviceMemory, check_asked_size, kv_bytes_per_block, plan_kv_pool
@@ -26,6 +25,7 @@ from jaxserve.runtime.sizing import (
     decode_buckets,
     device_memory,
     host_bytes,
+    prefill_buckets,
     step_shapes,
 )
 from jaxserve.runtime.targets import GpuTarget, compile_for_target, load_target
@@ -112,7 +112,7 @@ def price_deployment(
         pool,
         capture,
         buckets,
-        PrefillBuckets(config.max_num_batched_tokens),
+        prefill_buckets(config),
         bandwidth=reference.bandwidth,
         bandwidth_of=reference.device,
         target=None if target is None else target.device,

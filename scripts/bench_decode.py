@@ -29,13 +29,13 @@ from jaxserve.checkpoint import load_checkpoint
 from jaxserve.config import EngineConfig, SamplingParams
 from jaxserve.errors import BootError
 from jaxserve.plan.batch import PrefillBatch, Scores
-from jaxserve.plan.buckets import DecodeShape, PrefillBuckets
+from jaxserve.plan.buckets import DecodeShape
 from jaxserve.plan.price import step_weight_bytes
 from jaxserve.plan.report import format_table
 from jaxserve.runtime.booted import BootedEngine
 from jaxserve.runtime.engine import Engine
 from jaxserve.runtime.runner import ModelRunner, PendingStep
-from jaxserve.runtime.sizing import decode_buckets
+from jaxserve.runtime.sizing import decode_buckets, prefill_buckets
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def measure(
         timed,
         num_blocks=booted.pool.num_blocks,
         decode_buckets=decode_buckets(booted.config),
-        prefill_buckets=PrefillBuckets(booted.config.max_num_batched_tokens),
+        prefill_buckets=prefill_buckets(booted.config),
     )
     rng = np.random.default_rng(requests)
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)

@@ -134,7 +134,6 @@ def test_scores_are_the_models_own_log_probabilities(llm, module):
     got = llm.score(tokens)
     assert got[0] is None
     np.testing.assert_allclose(got[1:], wanted, atol=2e-5)
-    assert llm.score([tokens, PROMPT])[0] == got
 
 
 def test_scores_equal_what_decode_returned(llm):
@@ -145,6 +144,8 @@ def test_scores_equal_what_decode_returned(llm):
     assert [entry.token_id for entry in choice.logprobs] == list(choice.token_ids)
     scores = llm.score([*PROMPT, *choice.token_ids])[len(PROMPT) :]
     np.testing.assert_allclose([t.logprob for t in choice.logprobs], scores, atol=2e-5)
+    stepwise = llm.score([*PROMPT, *choice.token_ids], num_prompt_tokens=len(PROMPT))
+    np.testing.assert_allclose(stepwise[len(PROMPT) :], scores, atol=2e-5)
     assert choice.cumulative_logprob == pytest.approx(sum(scores), abs=1e-4)
 
 
@@ -213,3 +214,15 @@ def test_what_cannot_be_built_is_said_in_a_line(module):
 def test_importing_the_package_loads_no_jax():
     code = "import sys, jaxserve; jaxserve.SamplingParams(); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_in_deterministic_mode_a_score_is_bit_for_bit_what_generate_returned(module):
+    config = replace(CONFIG, max_num_seqs=2, deterministic=True)
+    with LLM(params=module, config=config, use_tqdm=False) as llm:
+        params = SamplingParams(temperature=1.0, seed=3, max_tokens=10, logprobs=0)
+        both = llm.generate([PROMPT, PROMPT[::-1]], params)
+        for output in both:
+            (choice,) = output.outputs
+            tokens = [*output.prompt_token_ids, *choice.token_ids]
+            scores = llm.score(tokens, num_prompt_tokens=len(output.prompt_token_ids))
+            assert scores[len(output.prompt_token_ids) :] == [t.logprob for t in choice.logprobs]

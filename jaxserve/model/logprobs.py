@@ -13,6 +13,20 @@ from jaxserve.plan.batch import NO_LOGPROBS, NO_TARGET, PROCESSED_LOGPROBS, Samp
 # Tokens of a prompt scored at once: what their logits take, [tile, V] float32, is workspace of
 # every prefill.
 _PROMPT_TILE = 32
+_LANES = 16
+
+
+def whole_lanes(logits_XV: jax.Array) -> jax.Array:
+    """``logits_XV`` with -inf up to a multiple of the CPU's vector lanes.
+
+    XLA:CPU runs over all rows as one line of numbers, and computes what is left past the last whole
+    vector by other code, whose exp and log round otherwise: without this, a row's scores could
+    depend on which row it is.
+    """
+    missing = -logits_XV.shape[1] % _LANES
+    if not missing or logits_XV.shape[1] < 2 * _LANES:
+        return logits_XV
+    return jnp.pad(logits_XV, ((0, 0), (0, missing)), constant_values=-jnp.inf)
 
 
 def score_tokens(logits_XV: jax.Array, tokens_X: jax.Array) -> Scores:
@@ -20,6 +34,7 @@ def score_tokens(logits_XV: jax.Array, tokens_X: jax.Array) -> Scores:
 
     The likeliest are the min(MAX_LOGPROBS, V) best, of equals the lowest id first.
     """
+    logits_XV = whole_lanes(logits_XV)
     chosen_X1 = jnp.take_along_axis(logits_XV, tokens_X[:, None], axis=1)
     total_X1 = jax.nn.logsumexp(logits_XV, axis=1, keepdims=True)
     likelier_X = jnp.sum(logits_XV > chosen_X1, axis=1, dtype=jnp.int32)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxserve.model.logprobs import score_draw
+from jaxserve.model.logprobs import score_draw, whole_lanes
 from jaxserve.model.penalties import shape_logits
 from jaxserve.model.sampling import drawn_from, sample
 from jaxserve.plan.batch import NEUTRAL_SAMPLING, LogitBias, SamplingRows, Scores
@@ -27,6 +27,7 @@ def next_tokens(
     ``positions_X`` int32 is the position the token will take; ``counts()`` gives uint16 [X, V].
     """
     shaped_XV = shape_logits(logits_XV, sampling, bias, mask_XW, counts)
+    logits_XV, shaped_XV = whole_lanes(logits_XV), whole_lanes(shaped_XV)
     tokens_X = sample(shaped_XV, sampling, positions_X)
     scores = score_draw(logits_XV, tokens_X, sampling, lambda: drawn_from(shaped_XV, sampling))
     return tokens_X, scores

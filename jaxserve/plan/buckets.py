@@ -51,7 +51,8 @@ class DecodeBuckets:
     to the read. A rectangle read gathers rows x width keys, so its width is rounded up to
     ``width_multiple`` and every width is a program of its own. A streamed read walks
     cdiv(context, ``tile``) tiles of each row by itself, so it has one width, ``max_model_len``.
-    Widths, lengths and ``tile`` are tokens.
+    Widths, lengths and ``tile`` are tokens. ``pinned`` leaves one row bucket, ``max_num_seqs``: a
+    row is then always computed by the same program.
     """
 
     max_num_seqs: int
@@ -59,6 +60,7 @@ class DecodeBuckets:
     width_multiple: int = DEFAULT_WIDTH_MULTIPLE
     streamed: bool = False
     tile: int | None = None
+    pinned: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "width_multiple"):
@@ -74,7 +76,7 @@ class DecodeBuckets:
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """Row buckets, ascending; the last is ``max_num_seqs``."""
-        return _powers_of_two(1, self.max_num_seqs)
+        return (self.max_num_seqs,) if self.pinned else _powers_of_two(1, self.max_num_seqs)
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -128,9 +130,13 @@ class DecodeBuckets:
 
 @dataclass(frozen=True)
 class PrefillBuckets:
-    """The token counts prefill is compiled at: 32, 64, ... and ``max_num_batched_tokens``."""
+    """The token counts prefill is compiled at: 32, 64, ... and ``max_num_batched_tokens``.
+
+    ``pinned`` leaves the last.
+    """
 
     max_num_batched_tokens: int
+    pinned: bool = False
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < 1:
@@ -141,7 +147,8 @@ class PrefillBuckets:
     @cached_property
     def tokens(self) -> tuple[int, ...]:
         """Token buckets, ascending; the last is ``max_num_batched_tokens``."""
-        return _powers_of_two(SMALLEST_TOKEN_BUCKET, self.max_num_batched_tokens)
+        most = self.max_num_batched_tokens
+        return (most,) if self.pinned else _powers_of_two(SMALLEST_TOKEN_BUCKET, most)
 
     def token_bucket(self, tokens: int) -> int:
         """The smallest bucket that holds ``tokens`` tokens."""

@@ -47,7 +47,9 @@ class StepCompiler:
             **self.environment,
             "step": key_name(key),
             "model": hashlib.sha256(repr(shapes.model).encode()).hexdigest()[:16],
-            "compiler_options": repr(compiler_options(self.platform)),
+            "compiler_options": repr(
+                compiler_options(self.platform, deterministic=shapes.deterministic)
+            ),
             **{
                 name: str(getattr(shapes, name))
                 for name in (

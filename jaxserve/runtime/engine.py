@@ -94,12 +94,15 @@ class Engine:
         mask: TokenMask | None = None,
         cache_salt: str = "",
         group: str | None = None,
+        continuation: Sequence[int] = (),
     ) -> None:
         """Queue a request. Raises InvalidRequest, which leaves the engine as it was.
 
         ``mask`` bans tokens as the answer grows. ``params.n`` is the caller's to act on.
         Only requests of equal ``cache_salt`` share cached blocks. Requests of one ``group``, the
-        choices of one answer, share their prompt's blocks even where prefix caching is off.
+        choices of one answer, share their prompt's blocks even where prefix caching is off. The
+        first draws give the tokens of ``continuation`` whatever the model says; their log
+        probabilities are the model's.
         """
         self._check_alive()
         if self._asleep == "refuse":
@@ -124,10 +127,11 @@ class Engine:
             cache_salt=cache_salt,
             group=group,
             rules=build_rules(params, ending, self._model.vocab_size, mask),
+            forced=self._check_tokens(continuation, "continuation"),
         )
         self._scheduler.add(request)
         self._live.add(request_id)
-        if request.rules is not None:
+        if request.rules is not None or request.forced:
             self._ruled.add(request_id)
         if params.logprobs is not None:
             self._scored.add(request_id)
@@ -277,12 +281,16 @@ class Engine:
                 "prompt",
                 "context_length_exceeded",
             )
+        self._check_tokens(prompt, "prompt")
+
+    def _check_tokens(self, tokens: Sequence[int], field: str) -> tuple[int, ...]:
         vocab_size = self._model.vocab_size
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+        if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
+            wrong = next(token for token in tokens if not 0 <= token < vocab_size)
             raise InvalidRequest(
-                f"prompt token {wrong} is outside the vocabulary, 0 to {vocab_size - 1}", "prompt"
+                f"{field} token {wrong} is outside the vocabulary, 0 to {vocab_size - 1}", field
             )
+        return tuple(tokens)
 
     def _dispatch(self, schedule: Schedule | None) -> Flight | None:
         if schedule is None:
@@ -330,7 +338,7 @@ class Engine:
         rows: int,
         failed: list[tuple[Request, Exception]],
     ) -> np.ndarray | None:
-        if not self._ruled:
+        if not self._ruled and not self._config.deterministic:
             return None
         mask_XW, failures = pack_masks(drawing, rows, self._model.vocab_size)
         failed += failures
@@ -347,14 +355,16 @@ class Engine:
         if self._read_at is not None and flight.shape is not None and flight.prefill is None:
             self._totals.count_decode_step(flight.shape.rows, now - self._read_at)
         self._read_at = now
-        # What ended meanwhile has its token dropped.
-        return [
-            self._commit_token(
-                request, token, scores.get(request) if scores else None, now, flight.weight_version
-            )
-            for request, token in drawn
-            if request.finish_reason is None
-        ]
+        updates = []
+        for request, token in drawn:
+            if request.finish_reason is not None:  # it ended meanwhile
+                continue
+            if request.num_silent > len(request.output_token_ids):  # it was told before
+                request.commit(token, now)
+                continue
+            score = scores.get(request) if scores else None
+            updates.append(self._commit_token(request, token, score, now, flight.weight_version))
+        return updates
 
     def _commit_token(
         self,

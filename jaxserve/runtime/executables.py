@@ -55,7 +55,7 @@ class StepShapes:
     """Everything that fixes the programs: the model, the pool, the rows and the bucket lists.
 
     ``persist_inputs``: the decode state is donated, so it stays where it is. ``stacked``: the
-    layers are one, walked in a loop (see ``Params``).
+    layers are one, walked in a loop (see ``Params``). ``deterministic``: see ``EngineConfig``.
     """
 
     model: ModelConfig
@@ -69,6 +69,7 @@ class StepShapes:
     prefill_tokens: tuple[int, ...]
     persist_inputs: bool = True
     stacked: bool = False
+    deterministic: bool = False
 
     def pool_specs(self) -> KVPool:
         """``KVPool`` of ArraySpec."""
@@ -232,12 +233,13 @@ def lower_step(
         return jit_write_counts(persist_inputs=shapes.persist_inputs).lower(state, row, counts)
     params = structs(param_specs(shapes.model, shapes.dtype, stacked=shapes.stacked))
     pool = structs(shapes.pool_specs())
-    model, backend, persist = shapes.model, shapes.backend, shapes.persist_inputs
+    model, backend = shapes.model, shapes.backend
+    how = {"persist_inputs": shapes.persist_inputs, "deterministic": shapes.deterministic}
     if isinstance(key, DecodeShape):
-        step = jit_decode(model, backend, key, shapes.block_size, platform, persist_inputs=persist)
+        step = jit_decode(model, backend, key, shapes.block_size, platform, **how)
         sent = (new_blocks_spec(key.rows), mask_spec(key.rows, vocab_size))
     else:
-        step = jit_prefill(model, backend, platform, persist_inputs=persist)
+        step = jit_prefill(model, backend, platform, **how)
         sent = (prefill_batch_specs(key, shapes.max_num_seqs, shapes.blocks_per_row, vocab_size),)
     return step.lower(params, pool, state, *structs(sent))
 

@@ -41,8 +41,17 @@ def decode_buckets(config: EngineConfig) -> DecodeBuckets:
     """The decode shapes of ``config``, whose read decides whether width is an axis."""
     tile = decode_read(config).tile
     return DecodeBuckets(
-        config.max_num_seqs, config.max_model_len, streamed=tile is not None, tile=tile
+        config.max_num_seqs,
+        config.max_model_len,
+        streamed=tile is not None,
+        tile=tile,
+        pinned=config.deterministic,
     )
+
+
+def prefill_buckets(config: EngineConfig) -> PrefillBuckets:
+    """The prefill sizes of ``config``."""
+    return PrefillBuckets(config.max_num_batched_tokens, pinned=config.deterministic)
 
 
 def exact_shape(config: EngineConfig, rows: int, width: int) -> DecodeShape:
@@ -69,9 +78,10 @@ def step_shapes(
         blocks_per_row=config.blocks_per_row,
         max_num_seqs=config.max_num_seqs,
         decode=decode,
-        prefill_tokens=PrefillBuckets(config.max_num_batched_tokens).tokens,
+        prefill_tokens=prefill_buckets(config).tokens,
         persist_inputs=config.persist_inputs,
         stacked=stacks_layers(platform),
+        deterministic=config.deterministic,
     )
 
 

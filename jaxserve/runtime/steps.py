@@ -183,13 +183,16 @@ def prefill_step(
     return pool, state, StepOutput(tokens_S, scores, prompt)
 
 
-def compiler_options(platform: str) -> dict[str, bool]:
-    """What steps are compiled with on a platform ("cpu", "cuda", ...)."""
+def compiler_options(platform: str, *, deterministic: bool = False) -> dict[str, bool]:
+    """What steps are compiled with on a platform ("cpu", "cuda", ...).
+
+    ``deterministic``: no sum's order is the compiler's choice, which could differ between rows.
+    """
     if platform == "cuda":
         # XLA's own products must be tuned on the device that runs them; cuBLAS needs no tuning and
         # leaves fewer kernels between products.
         return {"xla_gpu_enable_triton_gemm": False}
-    return cpu_compiler_options() if platform == "cpu" else {}
+    return cpu_compiler_options() if platform == "cpu" and not deterministic else {}
 
 
 def jit_decode(
@@ -200,11 +203,13 @@ def jit_decode(
     platform: str,
     *,
     persist_inputs: bool = True,
+    deterministic: bool = False,
 ) -> jax.stages.Wrapped:
     """``decode_step`` of one shape, jitted with the pool donated, and the state if it persists."""
     step = partial(decode_step, config=config, backend=backend, shape=shape, block_size=block_size)
     donated = (1, 2) if persist_inputs else (1,)
-    return jax.jit(step, donate_argnums=donated, compiler_options=compiler_options(platform))
+    options = compiler_options(platform, deterministic=deterministic)
+    return jax.jit(step, donate_argnums=donated, compiler_options=options)
 
 
 def jit_prefill(
@@ -213,11 +218,13 @@ def jit_prefill(
     platform: str,
     *,
     persist_inputs: bool = True,
+    deterministic: bool = False,
 ) -> jax.stages.Wrapped:
     """``prefill_step`` jitted with the pool donated, and the state if it persists."""
     step = partial(prefill_step, config=config, backend=backend)
     donated = (1, 2) if persist_inputs else (1,)
-    return jax.jit(step, donate_argnums=donated, compiler_options=compiler_options(platform))
+    options = compiler_options(platform, deterministic=deterministic)
+    return jax.jit(step, donate_argnums=donated, compiler_options=options)
 
 
 def jit_permute(*, persist_inputs: bool = True) -> jax.stages.Wrapped:

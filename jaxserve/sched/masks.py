@@ -112,11 +112,15 @@ def pack_masks(
     for row, request in drawing:
         rules = request.rules
         draw = len(request.output_token_ids) + request.num_in_flight - 1
-        if rules is None or not rules.bind(draw):
+        forced = 0 <= draw < len(request.forced)
+        if not forced and (rules is None or not rules.bind(draw)):
             continue
         if mask_XW is None:
             spec = mask_spec(rows, vocab_size)
             mask_XW = np.full(spec.shape, ALL_ALLOWED, spec.dtype)
+        if forced or rules is None:
+            mask_XW[row] = _words_of(request.forced[draw : draw + 1], vocab_size)
+            continue
         try:
             rules.fill(mask_XW[row], request.output_token_ids, draw)
         except Exception as error:  # a grammar raises anything; the other rows go on

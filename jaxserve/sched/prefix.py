@@ -30,17 +30,21 @@ class PrefixCache:
     With caching off, only requests of one group share, and only while one of them holds a block;
     others have no chain and cost nothing.
 
+    ``prompts_only`` keeps what decode steps wrote to itself: a prompt is then always computed by
+    prefill steps, whose sums may run in another order.
+
     Nothing is ever written to a shared block. Where a request is found to its end, its last block
     is computed again into a block of its own (the copy on write): its last token has to be fed for
     the logits anyway.
     """
 
-    def __init__(self, pool: BlockPool, *, enabled: bool) -> None:
+    def __init__(self, pool: BlockPool, *, enabled: bool, prompts_only: bool = False) -> None:
         self.weight_version = 0
         self.num_queries = 0
         self.num_hits = 0
         self._pool = pool
         self._enabled = enabled
+        self._prompts_only = prompts_only
         self._secret = secrets.token_bytes(_DIGEST_BYTES)
 
     def match(self, request: Request) -> list[int]:
@@ -85,7 +89,8 @@ class PrefixCache:
         """
         if not request.chain:
             return
-        full = min(num_computed, request.num_tokens) // self._pool.block_size
+        known = len(request.prompt_token_ids) if self._prompts_only else request.num_tokens
+        full = min(num_computed, known) // self._pool.block_size
         if full <= request.num_registered:
             return
         self._extend(request, full)

@@ -111,6 +111,8 @@ class Request:
 
     ``chain`` holds the digests of full blocks behind their root (see PrefixCache), empty where the
     request shares nothing; the first ``num_registered`` of ``block_ids`` are offered to others.
+    ``forced`` are tokens that its first draws give whatever the model says, and the first
+    ``num_silent`` draws are told nobody: they were told before.
     ``num_cached_tokens`` counts prompt tokens found in the cache when it was first scheduled.
     """
 
@@ -134,6 +136,8 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     num_registered: int = 0
+    forced: tuple[int, ...] = ()
+    num_silent: int = 0
     num_cached_tokens: int = 0
     row: int | None = None
     first_scheduled_at: float | None = None
@@ -162,7 +166,15 @@ class Request:
     @property
     def scores_prompt(self) -> bool:
         """True while the prompt's log probabilities are owed: every prompt token is computed."""
-        return self.params.prompt_logprobs is not None and not self.output_token_ids
+        told = self.output_token_ids or self.num_silent
+        return self.params.prompt_logprobs is not None and not told
+
+    def begin_replay(self) -> None:
+        """Know the prompt alone again: what was drawn is drawn once more, and told nobody."""
+        drawn = tuple(self.output_token_ids)
+        self.forced = drawn + self.forced[len(drawn) :]
+        self.num_silent = max(self.num_silent, len(drawn))
+        self.output_token_ids = []
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
         """Those of a prompt that is computed, given out once; None if they are not owed."""

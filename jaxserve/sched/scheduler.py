@@ -75,7 +75,10 @@ class Scheduler:
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
         caching = config.enable_prefix_caching
         self.pool = BlockPool(num_blocks, config.block_size, keep_unused=caching)
-        self.prefix_cache = PrefixCache(self.pool, enabled=caching)
+        self.prefix_cache = PrefixCache(
+            self.pool, enabled=caching, prompts_only=config.deterministic
+        )
+        self._replays = config.deterministic
         self.rows = RowTable(config.max_num_seqs)
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.running: OrderedDict[str, Request] = OrderedDict()
@@ -210,6 +213,8 @@ class Scheduler:
         """
         while self.waiting and budget and len(self.running) < self._max_num_seqs:
             request = next(iter(self.waiting.values()))
+            if self._replays and request.output_token_ids:
+                request.begin_replay()
             shared = self.prefix_cache.match(request)
             # Shared blocks that nobody uses stop being free as well.
             needed = self.pool.blocks_for(request.num_tokens) - len(shared)

@@ -237,6 +237,12 @@ class FlagParser(argparse.ArgumentParser):
             "(the default)",
         )
         self._value("--seed", kind=int, help="of the sampling of requests that bring none")
+        self.add_argument(
+            "--deterministic",
+            action="store_true",
+            help="give every request bit for bit what it gets alone, whoever else is served: one "
+            "size of every step, slower at few requests",
+        )
 
     def _add_boot(self) -> None:
         self.add_argument(
