@@ -182,6 +182,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each; the best is printed")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="what deterministic mode costs"
+    )
     parser.add_argument("--csv", help="also write the table here")
     args = parser.parse_args(argv)
     counts = [int(n) for n in args.requests.split(",")]
@@ -193,6 +196,7 @@ def main(argv: list[str] | None = None) -> int:
                 max_num_batched_tokens=max(32, args.prompt_tokens, max(counts)),
                 max_model_len=args.prompt_tokens + args.new_tokens + 1,
                 attention_backend=args.attention_backend,
+                deterministic=args.deterministic,
             ),
             report=lambda line: print(line, file=sys.stderr),
         )
