@@ -10,19 +10,26 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve import LLM, EngineConfig, SamplingParams
+from jaxserve import EngineConfig, SamplingParams
+from jaxserve.boot import resolve
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.model.attention import kv_pool_specs
+from jaxserve.plan.pool import kv_bytes_per_block, plan_kv_pool
+from jaxserve.runtime.booted import BootedEngine
+from jaxserve.runtime.engine import Engine
 from jaxserve.runtime.executables import zeros
+from jaxserve.runtime.runner import ModelRunner
 from jaxserve.steps import (
     ALL_ALLOWED,
     NULL_BLOCK,
     SIT_OUT,
     DecodeShape,
+    PrefillBuckets,
     compile_steps,
     decode_step,
     fork_rows,
     mask_spec,
+    plan_capture,
     prefill_batch_specs,
     shape_structs,
     steps_of,
@@ -54,19 +61,40 @@ def module():
 
 
 @pytest.fixture(scope="module")
-def llm(module):
-    with LLM(params=module, config=CONFIG, use_tqdm=False) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def steps(llm):
-    return steps_of(llm.engine)
+def steps():
+    return compile_steps(TINY, CONFIG)
 
 
 @pytest.fixture(scope="module")
 def params(steps, module):
     return steps.place(module)
+
+
+@pytest.fixture(scope="module")
+def booted(steps, params):
+    """An engine over the same executables."""
+    config = resolve(CONFIG, TINY, jax.default_backend())
+    shapes = steps.shapes
+    runner = ModelRunner(params, steps.executables, shapes)
+    pool = plan_kv_pool(config, kv_bytes_per_block(TINY, 8, "float32"), host_bytes=2**30)
+    engine = Engine(
+        TINY,
+        config,
+        runner,
+        num_blocks=shapes.num_blocks,
+        decode_buckets=steps.buckets,
+        prefill_buckets=PrefillBuckets(32),
+    )
+    return BootedEngine(
+        engine=engine,
+        runner=runner,
+        executables=steps.executables,
+        model=TINY,
+        config=config,
+        pool=pool,
+        capture=plan_capture(steps.buckets, num_heads=TINY.num_heads),
+        seconds={},
+    )
 
 
 def decode_all(steps, params, pool, state, first, count):
@@ -101,7 +129,7 @@ def test_a_prompt_longer_than_a_batch_goes_in_piece_by_piece(steps, params, modu
     assert tokens[2] == greedy(module, long, 6)
 
 
-def test_a_loop_by_hand_draws_what_the_engine_draws(steps, params, llm):
+def test_a_loop_by_hand_draws_what_the_engine_draws(steps, params, booted):
     settings = [
         SamplingParams(temperature=0.9, top_p=0.9, seed=seed, max_tokens=9, ignore_eos=True)
         for seed in range(4)
@@ -109,8 +137,13 @@ def test_a_loop_by_hand_draws_what_the_engine_draws(steps, params, llm):
     pool, state = steps.allocate()
     pool, state, drawn = steps.prefill(params, pool, state, steps.pack([A] * 4, settings))
     tokens, _, _ = decode_all(steps, params, pool, state, drawn.tokens_X, 8)
-    outputs = llm.generate([A] * 4, settings)
-    assert tokens == [list(output.outputs[0].token_ids) for output in outputs]
+    for seed, asked in enumerate(settings):
+        booted.engine.add_request(str(seed), A, asked)
+    by_engine = {str(seed): [] for seed in range(4)}
+    while booted.engine.has_unfinished_requests():
+        for update in booted.engine.step():
+            by_engine[update.request_id] += update.new_token_ids
+    assert tokens == list(by_engine.values())
     assert len(set(map(tuple, tokens))) == 4
 
 
@@ -200,7 +233,7 @@ def test_a_jitted_step_is_traced_once_a_bucket_whatever_the_rows_hold(steps, par
     shapes = steps.shapes
     chex.clear_trace_counter()
 
-    @partial(jax.jit, donate_argnums=(1, 2))
+    @jax.jit
     @chex.assert_max_traces(n=1)
     def step(*arrays):
         shape = DecodeShape(rows, 64)
@@ -210,7 +243,10 @@ def test_a_jitted_step_is_traced_once_a_bucket_whatever_the_rows_hold(steps, par
     mask = np.full(mask_spec(rows, TINY.vocab_size).shape, ALL_ALLOWED, np.uint32)
     for prompts in ([A], [A, B], [B, A, B]):
         pool, state, _ = steps.prefill(params, pool, state, steps.pack(prompts))
-        pool, state, _ = step(params, pool, state, np.zeros(rows, np.int32), mask)
+        pool, state, _ = steps.decode(params, pool, state)
+        step.trace(params, pool, state, np.zeros(rows, np.int32), mask)
+    with pytest.raises(AssertionError, match="traced > 1 times"):
+        step.trace(params, pool, state, np.zeros(rows, np.int16), mask)
 
 
 def test_what_only_an_engine_acts_on_is_refused_by_name(steps):
@@ -223,18 +259,14 @@ def test_what_only_an_engine_acts_on_is_refused_by_name(steps):
         steps.pack([[1] * 64], starts=[60])
 
 
-def test_a_pool_too_small_for_rows_that_own_their_blocks_is_refused(llm):
-    small = replace(llm.engine, pool=replace(llm.engine.pool, num_blocks=20))
+def test_an_engines_own_steps_are_taken_as_they_are(steps, booted):
+    taken = steps_of(booted)
+    assert taken.shapes == steps.shapes
+    assert taken.buckets == steps.buckets
+    assert taken.executables is booted.executables
+
+
+def test_a_pool_too_small_for_rows_that_own_their_blocks_is_refused(booted):
+    small = replace(booted, pool=replace(booted.pool, num_blocks=20))
     with pytest.raises(ConfigError, match="20 blocks, and 4 rows of 64 tokens own 33"):
         steps_of(small)
-
-
-def test_steps_are_compiled_without_a_weight_and_take_any_canonical_tree(module):
-    config = replace(CONFIG, max_num_seqs=1, attention_backend="rectangle")
-    steps = compile_steps(TINY, config)
-    assert steps.shapes.num_blocks == 64 // 8 + 1
-    params = steps.place(module)
-    pool, state = steps.allocate()
-    pool, state, drawn = steps.prefill(params, pool, state, steps.pack([A]))
-    tokens, _, _ = decode_all(steps, params, pool, state, drawn.tokens_X, 3)
-    assert tokens[0] == greedy(module, A, 4)

@@ -18,7 +18,7 @@ from jaxserve.errors import InvalidWeights
 from jaxserve.tunix import TunixRollout, rollout_engine
 from tests.models import TINY, module_of
 
-CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32, block_size=8)
+CONFIG = EngineConfig(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=32, block_size=8)
 PROTOCOL = (
     "__init__",
     "generate",
