@@ -236,19 +236,20 @@ class CompiledSteps:
         params: Params,
         pool: KVPool,
         state: DecodeState,
-        new_blocks_B: np.ndarray | jax.Array | None = None,
-        mask_BW: np.ndarray | jax.Array | None = None,
         *,
+        sits_out_B: np.ndarray | None = None,
+        mask_BW: np.ndarray | jax.Array | None = None,
         shape: DecodeShape | None = None,
     ) -> tuple[KVPool, DecodeState, StepOutput]:
         """One token for each of the first ``shape.rows`` rows (all). See ``decode_step``.
 
-        ``new_blocks_B``: SIT_OUT where a row stays as it is, else NULL_BLOCK, for rows own their
-        blocks already. ``mask_BW``: the tokens each may draw; None bans nothing.
+        ``sits_out_B`` bool: rows that stay as they are, and draw nonsense; None: no row does.
+        ``mask_BW`` uint32: the tokens each may draw; None bans nothing.
         """
         shape = shape or self.buckets.shapes[-1]
-        if new_blocks_B is None:
-            new_blocks_B = _full(new_blocks_spec(shape.rows), NULL_BLOCK)
+        new_blocks_B = _full(new_blocks_spec(shape.rows), NULL_BLOCK)  # rows own theirs already
+        if sits_out_B is not None:
+            new_blocks_B[np.asarray(sits_out_B, bool)] = SIT_OUT
         if mask_BW is None:
             mask_BW = _full(mask_spec(shape.rows, self.shapes.model.vocab_size), ALL_ALLOWED)
         step = self.executables.decode_for(shape)

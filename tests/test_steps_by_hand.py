@@ -22,7 +22,6 @@ from jaxserve.runtime.runner import ModelRunner
 from jaxserve.steps import (
     ALL_ALLOWED,
     NULL_BLOCK,
-    SIT_OUT,
     DecodeShape,
     PrefillBuckets,
     compile_steps,
@@ -217,8 +216,8 @@ def test_a_row_sits_out_and_a_mask_forces_a_token(steps, params, module):
     pool, state = steps.allocate()
     pool, state, drawn = steps.prefill(params, pool, state, steps.pack([A, B]))
     mask = np.stack([pack_mask(allowed, TINY.vocab_size) for allowed in ({50}, None, None, None)])
-    parked = np.asarray([NULL_BLOCK, SIT_OUT, SIT_OUT, SIT_OUT], np.int32)
-    pool, state, output = steps.decode(params, pool, state, parked, mask)
+    others = np.asarray([False, True, True, True])
+    pool, state, output = steps.decode(params, pool, state, sits_out_B=others, mask_BW=mask)
     assert int(output.tokens_X[0]) == 50
     assert state.context_lens_B.tolist() == [8, 2, 0, 0]
     heads = [50, int(drawn.tokens_X[1]), 0, 0]
