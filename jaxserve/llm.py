@@ -14,13 +14,16 @@ from flax import nnx
 from tqdm import tqdm
 
 from jaxserve.boot import build_engine
+from jaxserve.checkpoint.export import write_about
 from jaxserve.checkpoint.load import Checkpoint, LoadFormat, load_checkpoint
+from jaxserve.checkpoint.orbax_files import PARAMS
 from jaxserve.checkpoint.tokenizer import TokenizerBundle
 from jaxserve.config import BootConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxserve.errors import ConfigError, InvalidRequest, NotReady, RequestFailed
 from jaxserve.model.canonical import pure_tree
 from jaxserve.runtime.booted import BootedEngine
 from jaxserve.runtime.engine import OnSleep, OnUpdate
+from jaxserve.runtime.weights import Saving, save_params
 from jaxserve.sched.outputs import EngineStats, RequestUpdate, TokenLogprobs
 from jaxserve.serve.calls import child_params
 from jaxserve.serve.detokenize import Detokenizer
@@ -182,6 +185,7 @@ class LLM:
         try:
             checkpoint = _checkpoint(model, params, model_config, tokenizer, load_format, progress)
             bundle = None if checkpoint.tokenizer is None else checkpoint.fitting_tokenizer()
+            self._tokenizer = checkpoint.tokenizer
             self._booted: BootedEngine | None = build_engine(
                 checkpoint,
                 _config(config, params),
@@ -338,6 +342,20 @@ class LLM:
         nothing changes when the tree is refused.
         """
         return self.engine.engine.update_params(tree, version=version, requests=requests)
+
+    def save(self, directory: str | Path) -> Saving:
+        """Start to save the model as a directory with config.json and an Orbax checkpoint.
+
+        ``Saving.wait`` says when it is whole; the engine may run and be updated meanwhile. What is
+        saved is what ``LLM(directory)`` and the server load, and what the nnx module restores.
+        """
+        directory = Path(directory).expanduser()
+        if directory.exists():
+            raise ConfigError(f"{directory} exists; name a directory that does not")
+        directory.mkdir(parents=True)
+        booted = self.engine
+        write_about(directory, None, booted.model, self._tokenizer)
+        return save_params(booted.runner.params, booted.model, directory / PARAMS)
 
     def reset_prefix_cache(self) -> None:
         """Share nothing that is computed so far."""

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 from jaxserve import LLM, EngineConfig, SamplingParams
+from jaxserve.checkpoint import load_checkpoint
 from jaxserve.errors import ConfigError, InvalidRequest, InvalidWeights, NotReady
+from jaxserve.model.canonical import canonical_tensors
 from tests.models import TINY, greedy_by_full_forward, module_of
 from tests.serve_fakes import byte_level_tokenizer
 
@@ -226,3 +229,26 @@ def test_in_deterministic_mode_a_score_is_bit_for_bit_what_generate_returned(mod
             tokens = [*output.prompt_token_ids, *choice.token_ids]
             scores = llm.score(tokens, num_prompt_tokens=len(output.prompt_token_ids))
             assert scores[len(output.prompt_token_ids) :] == [t.logprob for t in choice.logprobs]
+
+
+def test_a_saved_model_is_loaded_as_the_same_model_and_restored_by_its_module(
+    llm, module, tmp_path
+):
+    saving = llm.save(tmp_path / "model")
+    llm.generate(PROMPT, GREEDY)  # runs on meanwhile
+    path = saving.wait()
+    checkpoint = load_checkpoint(str(tmp_path / "model"), load_format="orbax")
+    assert checkpoint.config == MODEL
+    assert checkpoint.tensors is not None
+    for name, (leaf, turned) in canonical_tensors(module).items():
+        wanted = np.asarray(leaf.T if turned else leaf)
+        np.testing.assert_array_equal(checkpoint.tensors.get(name), wanted, err_msg=name)
+    with ocp.StandardCheckpointer() as reader:
+        tree = reader.restore(path)
+    other = module_of(MODEL, seed=9)
+    state = nnx.state(other)
+    nnx.replace_by_pure_dict(state, nnx.restore_int_paths(tree))
+    nnx.update(other, state)
+    assert greedy_by_full_forward(other, PROMPT, 6) == greedy_by_full_forward(module, PROMPT, 6)
+    with pytest.raises(ConfigError, match="exists"):
+        llm.save(tmp_path / "model")

@@ -82,10 +82,10 @@ def _rope(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def write_about(
-    directory: Path, source: Path, model: ModelConfig, tokenizer: TokenizerBundle | None
+    directory: Path, source: Path | None, model: ModelConfig, tokenizer: TokenizerBundle | None
 ) -> None:
     """Config and tokenizer into ``directory``: copied where ``source`` is a directory with them."""
-    if source.is_dir():
+    if source is not None and source.is_dir():
         for name in _ABOUT:
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)

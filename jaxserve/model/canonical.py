@@ -18,7 +18,7 @@ from flax import nnx
 from jaxserve.config import ModelConfig
 from jaxserve.errors import InvalidWeights
 from jaxserve.model.definition import LlamaForCausalLM
-from jaxserve.model.params import Params, build_params, param_specs
+from jaxserve.model.params import LayerParams, Params, build_params, param_specs
 
 _FLAX_LEAVES = ("kernel", "scale", "embedding")
 
@@ -110,6 +110,56 @@ def engine_params(tree: Any, config: ModelConfig, *, stacked: bool) -> Params:
         return leaf.T if turned else leaf
 
     return build_params(config, get, concat=jnp.concatenate, stacked=stacked)
+
+
+def canonical_tree(params: Params, config: ModelConfig) -> dict[str, Any]:
+    """The pure dict of the nnx module's state that ``params`` hold; pure, for use under jit.
+
+    The inverse of ``engine_params``: what a training run of the module saves and restores.
+    """
+    q, kv = config.q_size, config.kv_size
+
+    def kernel(weight: jax.Array, bias: jax.Array | None) -> dict[str, jax.Array]:
+        return {"kernel": weight.T} | ({} if bias is None else {"bias": bias})
+
+    def split(weight: jax.Array, bias: jax.Array | None, sizes: tuple[int, ...]) -> list[Any]:
+        ends = [sum(sizes[:i]) for i in range(1, len(sizes))]
+        biases = [None] * len(sizes) if bias is None else jnp.split(bias, ends)
+        return [kernel(w, b) for w, b in zip(jnp.split(weight, ends), biases, strict=True)]
+
+    def unfused(layer: LayerParams) -> dict[str, Any]:
+        q_proj, k_proj, v_proj = split(layer.qkv_ED, layer.qkv_bias_E, (q, kv, kv))
+        gate, up = split(layer.gate_up_JD, layer.gate_up_bias_J, (config.intermediate_size,) * 2)
+        return {
+            "input_layernorm": {"scale": layer.attn_norm_D},
+            "self_attn": {
+                "q_proj": q_proj,
+                "k_proj": k_proj,
+                "v_proj": v_proj,
+                "o_proj": kernel(layer.out_DQ, layer.out_bias_D),
+            },
+            "post_attention_layernorm": {"scale": layer.ffn_norm_D},
+            "mlp": {
+                "gate_proj": gate,
+                "up_proj": up,
+                "down_proj": kernel(layer.down_DF, layer.down_bias_D),
+            },
+        }
+
+    layers = params.layers
+    if isinstance(layers, LayerParams):
+        stacked = layers
+        layers = tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(config.num_layers))
+    tree: dict[str, Any] = {
+        "model": {
+            "embed_tokens": {"embedding": params.embed_VD},
+            "layers": {str(i): unfused(layer) for i, layer in enumerate(layers)},
+            "norm": {"scale": params.final_norm_D},
+        }
+    }
+    if params.head_VD is not None:
+        tree["lm_head"] = kernel(params.head_VD, None)
+    return tree
 
 
 @partial(jax.jit, static_argnums=(1, 2))

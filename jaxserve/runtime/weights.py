@@ -12,9 +12,10 @@ import numpy as np
 
 from jaxserve.checkpoint import load_checkpoint
 from jaxserve.config import ModelConfig
-from jaxserve.errors import CheckpointError, InvalidWeights
+from jaxserve.errors import CheckpointError, ConfigError, InvalidWeights
 from jaxserve.model.canonical import (
     canonical_specs,
+    canonical_tree,
     check_canonical,
     check_leaf,
     check_params,
@@ -37,6 +38,37 @@ def first_params(tree: Any, model: ModelConfig, dtype: str, *, stacked: bool) ->
     tree = pure_tree(tree)
     check_canonical(tree, model, dtype)
     return fuse_params(jax.device_put(tree), model, stacked)
+
+
+class Saving:
+    """A checkpoint on its way to the disk; the engine runs on meanwhile."""
+
+    def __init__(self, checkpointer: Any, path: Path) -> None:
+        self._checkpointer = checkpointer
+        self.path = path
+
+    def wait(self) -> Path:
+        """Block until the checkpoint is whole and return where it is. Raises OSError."""
+        self._checkpointer.wait_until_finished()
+        self._checkpointer.close()
+        return self.path
+
+
+def save_params(params: Params, model: ModelConfig, path: Path) -> Saving:
+    """Start to save ``params`` as an Orbax checkpoint at ``path``, in the nnx module's layout.
+
+    They are copied off the device before this returns, so they may change at once; arrays keep
+    their sharding in the checkpoint. Raises ConfigError for a path that exists.
+    """
+    import orbax.checkpoint as ocp
+
+    path = path.expanduser().absolute()
+    if path.exists():
+        raise ConfigError(f"{path} exists; name a directory that does not")
+    tree = jax.jit(canonical_tree, static_argnums=1)(params, model)
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(path, tree)
+    return Saving(checkpointer, path)
 
 
 def updated_params(old: Params, tree: Any, shapes: StepShapes) -> Params:

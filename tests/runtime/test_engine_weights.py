@@ -17,7 +17,12 @@ from jaxserve.checkpoint.export import hf_config, write_safetensors
 from jaxserve.checkpoint.orbax_files import write_orbax
 from jaxserve.config import EngineConfig, SamplingParams
 from jaxserve.errors import InvalidWeights, NotReady
-from jaxserve.model.canonical import canonical_tensors, check_canonical, engine_params
+from jaxserve.model.canonical import (
+    canonical_tensors,
+    canonical_tree,
+    check_canonical,
+    engine_params,
+)
 from jaxserve.model.definition import params_of
 from jaxserve.plan.buckets import PrefillBuckets
 from jaxserve.runtime.engine import Engine
@@ -135,6 +140,18 @@ def test_every_canonical_form_gives_the_same_parameters(config, stacked):
         check_canonical(tree, config, "float32")
         got = engine_params(tree, config, stacked=stacked)
         jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+@pytest.mark.parametrize("config", [TINY, FULL], ids=["tiny", "full"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_canonical_tree_of_parameters_is_the_modules_state(config, stacked):
+    module = module_of(config, seed=2)
+    tree = canonical_tree(params_of(module, stacked=stacked), config)
+    got, wanted = canonical_tensors(tree), canonical_tensors(module)
+    assert got.keys() == wanted.keys()
+    for name, (leaf, turned) in wanted.items():
+        assert got[name][1] == turned
+        np.testing.assert_array_equal(got[name][0], leaf, err_msg=name)
 
 
 def broken(change):
