@@ -100,12 +100,7 @@ class AsyncEngine:
         """
         stream = RequestStream(request_id, self.abort)
         with self._gate:
-            self._check_open()
-            if self._open >= self._max_requests:
-                raise QueueFull(
-                    f"{self._open} requests are running or waiting, of at most "
-                    f"{self._max_requests} (--max-num-seqs + --max-queued-requests)"
-                )
+            self._check_room()
             self._open += 1
             deadline = self._clock() + self._request_timeout_s
             options = EngineOptions(mask=mask, cache_salt=cache_salt, group=group)
@@ -116,6 +111,11 @@ class AsyncEngine:
             stream.close()
             raise
         return stream
+
+    def check_room(self) -> None:
+        """Raises what ``add_request`` would raise of any request now: a full server reads none."""
+        with self._gate:
+            self._check_room()
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it is. An unknown one is ignored."""
@@ -206,6 +206,14 @@ class AsyncEngine:
             raise _dead(self._error)
         if self._draining:
             raise NotReady("the server is stopping")
+
+    def _check_room(self) -> None:
+        self._check_open()
+        if self._open >= self._max_requests:
+            raise QueueFull(
+                f"{self._open} requests are running or waiting, of at most "
+                f"{self._max_requests} (--max-num-seqs + --max-queued-requests)"
+            )
 
     # What the engine thread does.
 

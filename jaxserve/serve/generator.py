@@ -22,7 +22,8 @@ from jaxserve.serve.text import Text
 class Generator:
     """Reads prompts and compiles grammars beside the event loop, and makes calls of them.
 
-    Its methods raise InvalidRequest naming the field.
+    Its methods raise InvalidRequest naming the field, and before anything costly is done what the
+    engine refuses every request with.
     """
 
     engine: EngineClient
@@ -65,6 +66,7 @@ class Generator:
         metrics: CallMetrics,
         arrived: float,
     ) -> Call:
+        self.engine.check_room()
         prompts, params = await asyncio.to_thread(read)
         grammar = None
         if (bound := asked.constraint()) is not None:

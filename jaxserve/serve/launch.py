@@ -24,6 +24,9 @@ from jaxserve.serve.page import page_response
 from jaxserve.serve.request_log import RequestLog
 
 _FLUSH_S = 5.0  # for answers to reach their clients after the engine has ended
+# An idle connection; the client closes first, or its next request may meet a closed door. httpx and
+# the openai client do after 5 s, aiohttp after 15.
+_KEEP_ALIVE_S = 75
 _ABORT_S = 10.0  # for the step in flight to end when requests are aborted
 
 
@@ -156,6 +159,7 @@ async def run_server(
             log_level="warning" if log_level == "info" else log_level,
             access_log=log_level == "debug",
             server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(_FLUSH_S),
         )
     )

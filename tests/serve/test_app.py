@@ -291,6 +291,27 @@ async def test_a_full_queue_is_a_429_that_says_when_to_come_back():
     assert full.json()["error"]["type"] == "rate_limit_error"
 
 
+async def test_a_full_server_refuses_before_it_reads_a_prompt_or_a_form():
+    engine = ScriptedEngine(script=[5], gate=threading.Semaphore(0))
+    form = {"structured_outputs": {"regex": "("}}  # a 400 as soon as it is compiled
+    async with client_of(engine) as client:
+        calls = [
+            asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+            for _ in range(64)
+        ]
+        async with asyncio.timeout(30):
+            while (
+                await client.post("/v1/completions", json={"prompt": "x", **form})
+            ).status_code == 400:
+                await asyncio.sleep(0.002)
+        refused = await client.post("/v1/completions", json={"prompt": [10**9], **form})
+        assert refused.status_code == 429
+        engine.gate.release(10_000)
+        assert {reply.status_code for reply in await asyncio.gather(*calls)} == {200}
+        asked = await client.post("/v1/completions", json={"prompt": "x", **form})
+    assert asked.status_code == 400
+
+
 async def test_an_engine_that_dies_ends_calls_with_a_500_streams_with_an_error_and_its_health():
     gate = threading.Semaphore(0)
     engine = ScriptedEngine(script=script("fox fox"), gate=gate, max_model_len=10**9)

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from jaxserve.errors import BootError
+from jaxserve.serve import launch
 from jaxserve.serve.launch import bind
 from tests.serve_fakes import wait_until
 
@@ -248,6 +249,28 @@ def test_a_host_of_another_machine_is_refused_with_its_flag_and_not_the_port():
     with pytest.raises(BootError, match=r"^--host 192\.0\.2\.1: ") as refused:
         bind("192.0.2.1", 0)  # an address reserved for documentation
     assert "--port" not in str(refused.value)
+
+
+async def test_an_idle_connection_is_the_clients_to_close(monkeypatch):
+    """Whoever closes later never sends a request down a connection that is being closed."""
+
+    class Seen(Exception):
+        pass
+
+    def config(app, **options):
+        raise Seen(options["timeout_keep_alive"])
+
+    monkeypatch.setattr(launch.uvicorn, "Config", config)
+    with contextlib.closing(bind("127.0.0.1", 0)) as listener, pytest.raises(Seen) as seen:
+        await launch.run_server(
+            listener,
+            lambda *hooks: pytest.fail("built too early"),
+            grace_s=0,
+            log_level="info",
+            on_ready=lambda: None,
+            on_phase=lambda phase: None,
+        )
+    assert seen.value.args[0] > 2 * httpx.Limits().keepalive_expiry
 
 
 def test_an_unknown_host_is_refused_with_its_flag():
