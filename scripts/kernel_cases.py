@@ -92,11 +92,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Operation:
-    """A function to compile, its arguments, and which of them it streams."""
+    """A function to compile, its arguments, and which of them it streams, if any."""
 
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
-    streamed: jax.ShapeDtypeStruct
+    streamed: jax.ShapeDtypeStruct | None
 
 
 def operation_of(case: Case, sharding: jax.sharding.Sharding) -> Operation:
@@ -127,9 +127,13 @@ def operation_of(case: Case, sharding: jax.sharding.Sharding) -> Operation:
     def normed(operation: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, norm, *rest: operation(x, fused.RmsNorm(norm, 1e-5), *rest)
 
+    angles = spec(T, H // 2, dtype=jnp.float32)
+    E = (_HEADS + 2 * _KV_HEADS) * H
+    if case.operation == "rotate_write":
+        arguments = (spec(T, E), (angles, angles), ints(T), pool, pool)
+        return Operation(fused.rotate_write, arguments, None)
     if case.operation == "norm_qkv_write":
-        angles = spec(T, H // 2, dtype=jnp.float32)
-        weights = spec((_HEADS + 2 * _KV_HEADS) * H, D)
+        weights = spec(E, D)
         arguments = (x, norm, weights, None, (angles, angles), ints(T), pool, pool)
         return Operation(normed(fused.norm_qkv_write), arguments, weights)
     if case.operation == "norm_gate_up":
@@ -165,7 +169,7 @@ def measure_case(case: Case, target: GpuTarget, mesh: jax.sharding.Mesh) -> Iter
     for kernel in kernels:
         launch = launches[kernel.name]
         shared = kernel.static_shared_bytes + launch.dynamic_shared_bytes
-        streamed = streamed_operands(hlo, kernel.name, operation.streamed.size)
+        elements = 0 if operation.streamed is None else operation.streamed.size
         yield Line(
             **asdict(case),
             kernel=kernel.name,
@@ -176,7 +180,7 @@ def measure_case(case: Case, target: GpuTarget, mesh: jax.sharding.Mesh) -> Iter
             resident_programs=resident_programs(
                 limits(target), launch.threads, kernel.registers, shared
             ),
-            load_bits=load_bits(text, kernel.name, streamed),
+            load_bits=load_bits(text, kernel.name, streamed_operands(hlo, kernel.name, elements)),
             jax=jax.__version__,
             ptxas=assembler_release() or "",
         )

@@ -56,6 +56,7 @@ KERNELS = (
     Kernel("prefill", "streamed_triton", 2048),
     # A model's layer goes through these in bfloat16 only.
     *(Kernel("norm_qkv_write", "fused", rows, dtypes=("bfloat16",)) for rows in (8, 64)),
+    Kernel("rotate_write", "fused", 256, dtypes=("bfloat16",)),
     # The head size stands for the model's width here, 32 heads of it.
     *(
         Kernel(operation, "fused", rows, dtypes=("bfloat16",), head_sizes=(64, 128))
