@@ -125,11 +125,16 @@ def warm_engine(runner: ModelRunner, shapes: StepShapes, *, serving: bool = Fals
 
 
 def allocate(
-    params: Params, executables: Executables, shapes: StepShapes, pool: KVPoolPlan
+    params: Params,
+    executables: Executables,
+    shapes: StepShapes,
+    pool: KVPoolPlan,
+    *,
+    borrowed: bool = False,
 ) -> ModelRunner:
     """The runner with its pool in memory. Raises BootError where there is not enough."""
     try:
-        runner = ModelRunner(params, executables, shapes)
+        runner = ModelRunner(params, executables, shapes, borrowed=borrowed)
         runner.wait()
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
@@ -229,7 +234,8 @@ def build_engine(
         )
     )
     report("allocating the pool")
-    runner = allocate(placed, executables, shapes, pool)
+    borrowed = isinstance(params, Params)
+    runner = allocate(placed, executables, shapes, pool, borrowed=borrowed)
     laps.lap(("pool", 1))
     if boot.warm and config.capture_decode:
         report(f"warming {len(executables.all)} executables")

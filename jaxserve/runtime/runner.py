@@ -57,11 +57,20 @@ class ModelRunner:
     The pool and the state pass donated through every call, so device work is strictly ordered.
     """
 
-    def __init__(self, params: Params, executables: Executables, shapes: StepShapes) -> None:
+    def __init__(
+        self,
+        params: Params,
+        executables: Executables,
+        shapes: StepShapes,
+        *,
+        borrowed: bool = False,
+    ) -> None:
+        """``borrowed``: ``params`` are a caller's arrays, to be neither donated nor deleted."""
         self._shapes = shapes
         self._device = jax.tree.leaves(params)[0].sharding
         # Committed to it, as updated ones are: what updates them is then compiled once.
         self.params: Params = jax.device_put(params, self._device)
+        self._borrowed = borrowed
         self._executables = executables
         self._pool: KVPool = zeros(shapes.pool_specs())
         self._state: DecodeState = zeros(shapes.state_specs())
@@ -121,7 +130,8 @@ class ModelRunner:
 
         Raises InvalidWeights before anything changes.
         """
-        self.params = updated_params(self.params, tree, self._shapes)
+        self.params = updated_params(self.params, tree, self._shapes, borrowed=self._borrowed)
+        self._borrowed = isinstance(tree, Params)
 
     def sleep(self, *, weights: bool) -> None:
         """Give up the pool, and with ``weights`` keep those in host memory only."""
@@ -129,9 +139,9 @@ class ModelRunner:
             array.delete()
         if weights:
             kept = jax.device_get(self.params)
-            for array in jax.tree.leaves(self.params):
+            for array in () if self._borrowed else jax.tree.leaves(self.params):
                 array.delete()
-            self.params = kept
+            self.params, self._borrowed = kept, False
 
     def wake(self) -> None:
         """Take up an empty pool, and the weights if they are away."""

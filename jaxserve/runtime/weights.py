@@ -23,7 +23,13 @@ from jaxserve.model.canonical import (
     pure_tree,
     replace_params,
 )
-from jaxserve.model.params import LayerParams, Params, build_params, insert_layer
+from jaxserve.model.params import (
+    LayerParams,
+    Params,
+    build_params,
+    insert_layer,
+    stack_layers,
+)
 from jaxserve.runtime.executables import StepShapes
 
 
@@ -71,7 +77,7 @@ def save_params(params: Params, model: ModelConfig, path: Path) -> Saving:
     return Saving(checkpointer, path)
 
 
-def updated_params(old: Params, tree: Any, shapes: StepShapes) -> Params:
+def updated_params(old: Params, tree: Any, shapes: StepShapes, *, borrowed: bool = False) -> Params:
     """The parameters that ``tree`` describes; ``old`` must not be used after a success.
 
     * ``Params`` in the engine's layout: taken as they are, without a copy. They stay the caller's
@@ -81,20 +87,24 @@ def updated_params(old: Params, tree: Any, shapes: StepShapes) -> Params:
     * a path to a checkpoint, or what ``read_params`` made of it: placed a layer at a time over
       ``old``.
 
+    ``borrowed``: ``old`` are a caller's arrays and left alone; the new ones come beside them.
     Raises InvalidWeights naming the leaf; ``old`` is whole then.
     """
     model, dtype, stacked = shapes.model, shapes.dtype, shapes.stacked
     if isinstance(tree, str | Path):
         tree = read_params(Path(tree), shapes)
     if isinstance(tree, HostParams):
-        return _placed(old, tree.params, stacked)
+        return _fresh(old, tree.params, stacked) if borrowed else _placed(old, tree.params, stacked)
     device = jax.tree.leaves(old)[0].sharding
     if isinstance(tree, Params):
         check_params(tree, model, dtype, stacked=stacked)
         return jax.device_put(tree, device)
     tree = pure_tree(tree)
     check_canonical(tree, model, dtype)
-    return replace_params(old, jax.device_put(tree, device), model, stacked)
+    tree = jax.device_put(tree, device)
+    if borrowed:
+        return fuse_params(tree, model, stacked)
+    return replace_params(old, tree, model, stacked)
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,18 @@ def read_params(path: Path, shapes: StepShapes) -> HostParams:
         )
     except CheckpointError as error:
         raise InvalidWeights(str(error)) from error
+
+
+def _fresh(old: Params, host: Params, stacked: bool) -> Params:
+    """``host`` on the device beside ``old``."""
+    device = jax.tree.leaves(old)[0].sharding
+    layers: Any = (jax.device_put(layer, device) for layer in host.layers)
+    return Params(
+        embed_VD=jax.device_put(host.embed_VD, device),
+        layers=stack_layers(layers, len(host.layers)) if stacked else tuple(layers),
+        final_norm_D=jax.device_put(host.final_norm_D, device),
+        head_VD=jax.tree.map(lambda head: jax.device_put(head, device), host.head_VD),
+    )
 
 
 def _placed(old: Params, host: Params, stacked: bool) -> Params:

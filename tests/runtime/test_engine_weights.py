@@ -124,7 +124,23 @@ def test_params_in_the_engines_layout_are_taken_without_a_copy(engine, booted):
         assert ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
 
 
+def test_arrays_lent_to_the_engine_are_never_donated_or_deleted(engine, tmp_path):
+    module = module_of(TINY, seed=21)
+    lent = params_of(module, stacked=True)
+    for take_away in (
+        lambda: engine.update_params(module_of(TINY, seed=22)),
+        lambda: engine.update_params(files(module_of(TINY, seed=23), tmp_path / "m", "orbax")),
+        lambda: (engine.sleep(level=2), engine.wake()),
+    ):
+        engine.update_params(lent)
+        take_away()
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(lent))
+    engine.update_params(lent)
+    assert answer(engine) == greedy_by_full_forward(module, PROMPT, 8)
+
+
 def test_canonical_weights_take_the_memory_of_the_old_ones(engine, booted):
+    engine.update_params(module_of(TINY, seed=3))  # the engine's own from here on
     old = {a.unsafe_buffer_pointer() for a in jax.tree.leaves(booted.runner.params)}
     engine.update_params(module_of(TINY, seed=4))
     new = {a.unsafe_buffer_pointer() for a in jax.tree.leaves(booted.runner.params)}
