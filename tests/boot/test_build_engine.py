@@ -17,7 +17,7 @@ from jaxserve.boot import build_engine, warm_engine
 from jaxserve.checkpoint.load import Checkpoint
 from jaxserve.config import BootConfig, EngineConfig, SamplingParams
 from jaxserve.errors import BootError, BootUnsound, CaptureTooSmall, ConfigError, NoExecutable
-from jaxserve.plan.buckets import DecodeBuckets, DecodeShape
+from jaxserve.plan.buckets import DecodeBuckets, DecodeShape, PrefillBuckets
 from jaxserve.plan.capture import plan_capture
 from jaxserve.runtime import booted as booted_module
 from jaxserve.runtime import sizing
@@ -413,7 +413,7 @@ def test_an_engine_cannot_be_made_with_two_switches_out_of_three(first, off, sai
             first.booted.runner,
             num_blocks=20,
             decode_buckets=DecodeBuckets(2, 64),
-            prefill_buckets=boot_module.PrefillBuckets(32),
+            prefill_buckets=PrefillBuckets(32),
         )
 
 

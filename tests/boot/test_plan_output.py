@@ -83,7 +83,7 @@ def test_as_text_it_is_the_boots_two_lines_a_table_and_a_total(model):
     assert lines[2].startswith("capture list: 7 of 9 shapes, up to 64 rows x 8192 tokens")
     decodes = [line.split()[1] for line in lines if line.strip().startswith("decode ")]
     assert decodes == [f"{2**i}x8192" for i in range(7)]
-    assert lines[-1].startswith("total: 13 executables; ")
+    assert lines[-1].startswith("total: 14 executables; ")
 
 
 @pytest.mark.parametrize(
