@@ -31,6 +31,7 @@ class Server:
 
     url: str
     ready_s: float
+    pid: int
 
     def health(self) -> dict[str, Any]:
         """What /health says."""
@@ -69,7 +70,7 @@ def serving(
             raise ServerDied(f"the server ended with {process.wait()} before it was ready:\n{said}")
         url = lines[-1].removeprefix(READY).removesuffix("/v1")
         with _drained(process):
-            yield Server(url, time.perf_counter() - start)
+            yield Server(url, time.perf_counter() - start, process.pid)
     finally:
         process.kill()
         process.wait()
