@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from jaxserve.errors import InvalidRequest
@@ -51,6 +51,8 @@ class AdminAction:
     def _parse(self, request: Request, body: bytes) -> BaseModel:
         try:
             fields = json.loads(body) if body else {}
+        except RecursionError:
+            raise InvalidRequest("the body is nested too deeply") from None
         except ValueError as error:
             raise InvalidRequest(f"the body is not JSON: {error}") from None
         if not isinstance(fields, dict):
@@ -84,7 +86,7 @@ def check_local(request: Request) -> None:
 class SleepArguments(NoArguments):
     """How deep, and whether requests are kept for later or refused."""
 
-    level: Literal[1, 2] = 1
+    level: int = Field(1, ge=1, le=2)  # a query holds text, of which no Literal of int is made
     requests: Literal["keep", "refuse"] = "keep"
 
 

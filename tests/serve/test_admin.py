@@ -137,6 +137,7 @@ async def test_with_keys_the_key_decides_wherever_the_client_is():
         ("", b'{"mode": 1}', "mode"),
         ("", b"[]", "object"),
         ("", b"{", "not JSON"),
+        ("", b'{"a":' * 9_000 + b"1" + b"}" * 9_000, "nested too deeply"),
     ],
 )
 async def test_a_wrong_argument_is_refused_by_name_and_nothing_is_done(query, body, said):
@@ -149,13 +150,16 @@ async def test_a_wrong_argument_is_refused_by_name_and_nothing_is_done(query, bo
 
 async def test_a_server_sleeps_as_deep_as_it_is_told_and_wakes():
     async with admin_client() as (client, engine):
-        said = await client.post("/sleep?level=2", json={"requests": "refuse"})
-        assert said.status_code == 400  # the query is text: numbers come in the body
-        said = await client.post("/sleep", json={"level": 2, "requests": "refuse"})
-        assert said.json() == {"status": "asleep", "level": 2}
-        assert engine.asleep == (2, "refuse")
-        assert (await client.post("/wake_up")).json() == {"status": "awake"}
-        assert engine.asleep is None
+        for query, body in (("?level=2", {}), ("", {"level": 2})):
+            said = await client.post(f"/sleep{query}", json={**body, "requests": "refuse"})
+            assert said.json() == {"status": "asleep", "level": 2}
+            assert engine.asleep == (2, "refuse")
+            assert (await client.post("/wake_up")).json() == {"status": "awake"}
+            assert engine.asleep is None
+        for level in ("0", "3", "deep"):
+            said = await client.post(f"/sleep?level={level}")
+            assert (said.status_code, said.json()["error"]["param"]) == (400, "level")
+            assert engine.asleep is None
 
 
 async def test_weights_come_from_inside_the_allowed_directory_alone(tmp_path):
