@@ -31,14 +31,17 @@ class Generation(Record):
         "audio": (),
         "function_call": ("none",),
         "functions": _NO_TOOLS,
+        "length_penalty": (1.0,),
         "modalities": (["text"],),
         "parallel_tool_calls": (True, False),
         "prediction": (),
         "reasoning_effort": (),
         "service_tier": ("auto", "default"),
+        "spaces_between_special_tokens": (True,),
         "suffix": ("",),
         "tool_choice": ("none", "auto"),
         "tools": _NO_TOOLS,
+        "use_beam_search": (False,),
         "verbosity": (),
         "web_search_options": (),
     }
@@ -175,6 +178,8 @@ def _token_id(key: str) -> int:
 class CompletionRequest(Generation):
     """Body of /v1/completions. ``prompt``: a text, token ids, or a list of either."""
 
+    neutral: ClassVar = {**Generation.neutral, "add_special_tokens": (True,)}
+
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = None
     echo: bool = False
@@ -264,7 +269,7 @@ class Conversation(Record):
 class ChatRequest(Generation, Conversation):
     """Body of /v1/chat/completions."""
 
-    neutral: ClassVar = {**Generation.neutral, "echo": (False,)}
+    neutral: ClassVar = {**Generation.neutral, "add_special_tokens": (False,), "echo": (False,)}
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None

@@ -258,6 +258,8 @@ def test_a_bad_field_of_a_conversation_is_refused_by_name(fields, param, said):
         {"min_tokens": 0, "n": 1, "priority": 0, "best_of": None},
         {"logit_bias": {}, "echo": False, "suffix": None, "tools": [], "tool_choice": "none"},
         {"user": "me", "metadata": {"a": 1}, "store": True},
+        {"use_beam_search": False, "length_penalty": 1, "spaces_between_special_tokens": True},
+        {"add_special_tokens": True},
     ],
 )
 def test_fields_that_change_nothing_pass(fields):
