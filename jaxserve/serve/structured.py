@@ -114,7 +114,7 @@ class Grammars:
             # Also worked out here, where only this request waits for it: it is the dearest one.
             GrammarMask(matcher).fill(np.zeros(-(-self._vocab_size // 32), np.uint32))
         except ValueError as error:
-            raise InvalidRequest(f"{field}: {error}", field) from error
+            raise InvalidRequest(f"{field}: {_reason(str(error))}", field) from error
         return Grammar(matcher)
 
     @functools.cached_property
@@ -183,6 +183,8 @@ def _longest_string(value: Any) -> int:
 
 
 def _reason(error: str) -> str:
-    """llguidance's message without its parser's state."""
+    """llguidance's message without its parser's state, and without a panic's backtrace."""
     reason = error.split("<state>")[0].split("<non-verbose/>")[0].strip()[:500]
+    if reason.startswith("panic:"):
+        reason = reason.split("\n")[0]
     return "no token may come next" if reason.startswith("NoExtension") or not reason else reason

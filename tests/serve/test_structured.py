@@ -167,6 +167,7 @@ LOOP = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
         ("regex", "a" * 70_000, "70000 characters, at most 65536"),
         ("regex", "a" * 9_000, "a string of 9000 characters, at most 8192"),
         ("json_schema", {"properties": {"a": {"pattern": "a" * 9_000}}}, "9000 characters"),
+        ("json_schema", {"type": "integer", "maximum": 10**4000}, "not JSON serializable"),
     ],
 )
 def test_a_constraint_that_cannot_be_is_refused_with_its_reason(kind, value, said):
@@ -175,6 +176,16 @@ def test_a_constraint_that_cannot_be_is_refused_with_its_reason(kind, value, sai
     assert refused.value.param == "response_format"
     assert len(refused.value.message) < 1000
     assert "<state>" not in refused.value.message
+
+
+def test_a_compiler_that_panics_shows_no_backtrace(monkeypatch):
+    def panic(pattern: str) -> str:
+        raise ValueError("panic: index out of bounds\n   0: std::backtrace\n   1: llguidance")
+
+    monkeypatch.setattr("llguidance.LLMatcher.grammar_from_regex", panic)
+    with pytest.raises(InvalidRequest) as refused:
+        compiled("regex", "a")
+    assert refused.value.message == "response_format: panic: index out of bounds"
 
 
 NESTED = '{"type":"array","items":' * 2500 + "{}" + "}" * 2500
