@@ -152,7 +152,11 @@ class Text:
             )
         mark = secrets.token_hex(16) if continue_final_message else ""
         if mark:
-            last = messages[-1]
+            last = messages[-1] if messages else {}
+            if not isinstance(last.get("content"), str):
+                raise InvalidRequest(
+                    "continue_final_message: the last message has no text to go on with", "messages"
+                )
             messages = [*messages[:-1], {**last, "content": last["content"] + mark}]
         try:
             rendered = compiled.render(

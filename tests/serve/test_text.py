@@ -117,6 +117,21 @@ def test_a_template_that_hides_the_final_message_cannot_continue_it():
     assert refused.value.param == "continue_final_message"
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [{"role": "assistant"}],
+        [{"role": "assistant", "content": None}],
+        [{"role": "assistant", "content": [{"type": "text", "text": "Sure"}]}],
+    ],
+)
+def test_a_conversation_that_ends_without_text_cannot_be_continued(messages):
+    with pytest.raises(InvalidRequest, match="no text to go on with") as refused:
+        text_with(CHAT_TEMPLATE).render_chat(messages, continue_final_message=True)
+    assert refused.value.param == "messages"
+
+
 def test_a_template_may_read_variables_but_none_of_the_servers_own():
     text = text_with("{{ mode }}{{ bos_token }}", special_tokens={"bos_token": "<b>"})
     assert text.render_chat(HELLO, variables={"mode": "x"}) == "x<b>"
