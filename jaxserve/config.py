@@ -216,6 +216,9 @@ MAX_BAD_WORDS = 1024
 MAX_LOGPROBS = 20
 
 
+_COUNTS = ("logprobs", "prompt_logprobs")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are drawn and when they end (vLLM's names and neutral values).
@@ -260,6 +263,12 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = "raw_logprobs"
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):  # one string, as vLLM takes it
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", *_COUNTS):
+            value = getattr(self, name)
+            if value is not None and not hasattr(value, "__index__"):
+                raise InvalidRequest(f"{name}={value!r}, must be an integer", name)
         self._check_lengths()
         self._check_draw()
         self._check_tokens()
@@ -275,7 +284,7 @@ class SamplingParams:
             raise InvalidRequest(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}", "min_tokens"
             )
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None:
                 _check_range(name, value, 0, MAX_LOGPROBS)
@@ -287,8 +296,10 @@ class SamplingParams:
 
     def _check_draw(self) -> None:
         _check_range("temperature", self.temperature, 0, 100)
-        if self.top_k < -1:
-            raise InvalidRequest(f"top_k={self.top_k}, must be -1, 0 (off) or positive", "top_k")
+        if not -1 <= self.top_k < 2**31:
+            raise InvalidRequest(
+                f"top_k={self.top_k}, must be -1, 0 (off) or positive, below 2^31", "top_k"
+            )
         if not 0.0 < self.top_p <= 1.0:  # also true for nan, here and below
             raise InvalidRequest(f"top_p={self.top_p}, must be in (0, 1]", "top_p")
         _check_range("min_p", self.min_p, 0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -126,9 +127,11 @@ class _Request:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
     changed: bool = False
+    error: str | None = None
 
     @property
     def finished(self) -> bool:
+        """True when every choice has ended."""
         return all(choice.finish_reason is not None for choice in self.choices.values())
 
     def output(self) -> RequestOutput:
@@ -236,10 +239,14 @@ class LLM:
         """
         request = self._add(prompt, sampling_params or SamplingParams())
         try:
-            while not request.finished:
-                request.changed = False
+            told = False  # the finished output; others' calls may have brought it
+            while not told:
                 while not request.changed:
                     self._step()
+                request.changed = False
+                if request.error is not None:
+                    raise RequestFailed(request.error)
+                told = request.finished
                 yield request.output()
         finally:
             self._drop(request)
@@ -283,8 +290,15 @@ class LLM:
         other, as they did when they were generated from that prompt: in deterministic mode the
         result is then bit for bit what ``generate`` returned.
         """
-        prompt = list(token_ids if num_prompt_tokens is None else token_ids[:num_prompt_tokens])
-        rest = token_ids[len(prompt) :]
+        if num_prompt_tokens is None:
+            num_prompt_tokens = len(token_ids)
+        if not 1 <= num_prompt_tokens <= len(token_ids):
+            raise InvalidRequest(
+                f"num_prompt_tokens={num_prompt_tokens}, must be from 1 to the "
+                f"{len(token_ids)} tokens given"
+            )
+        prompt = list(token_ids[:num_prompt_tokens])
+        rest = list(map(operator.index, token_ids[num_prompt_tokens:]))
         params = SamplingParams(
             max_tokens=len(rest),
             prompt_logprobs=0,
@@ -337,7 +351,7 @@ class LLM:
     ) -> int:
         """Other weights from the next step on; returns their version.
 
-        See ``Engine.update_params`` and ``updated_params`` in jaxserve/runtime/weights.py: a tree
+        See ``Engine.update_params`` and ``fitting_weights`` in jaxserve/runtime/weights.py: a tree
         in any canonical form, ``Params``, or the path of a checkpoint. Nothing is recompiled, and
         nothing changes when the tree is refused.
         """
@@ -400,7 +414,8 @@ class LLM:
     ) -> _Request:
         engine = self.engine.engine
         text = prompt if isinstance(prompt, str) else None
-        ids = tuple(self._needs_text().encode(prompt) if isinstance(prompt, str) else prompt)
+        tokens = self._needs_text().encode(prompt) if isinstance(prompt, str) else prompt
+        ids = tuple(map(operator.index, tokens))
         if self._text is None:
             if params.stop or (params.bad_words and not params.bad_words_token_ids):
                 self._needs_text()
@@ -433,14 +448,17 @@ class LLM:
 
     def _step(self) -> None:
         engine = self.engine.engine
-        for update in engine.step():
+        updates = engine.step()
+        if not updates and not engine.has_unfinished_requests():
+            raise NotReady("the engine sleeps: wake it before you wait for what it keeps")
+        for update in updates:
             request = self._owners.get(update.request_id)
             if request is None:
                 continue
             choice = request.choices[update.request_id]
-            if update.finish_reason == "error":
-                raise RequestFailed(update.error or "the request failed")
             choice.push(update)
+            if update.finish_reason == "error":  # its own reader is told; the others go on
+                request.error = update.error or "the request failed"
             request.changed = True
             request.num_cached_tokens = update.num_cached_tokens
             if update.prompt_logprobs is not None:
@@ -459,6 +477,8 @@ class LLM:
             while waiting:
                 self._step()
                 while waiting and waiting[0].finished:
+                    if waiting[0].error is not None:
+                        raise RequestFailed(waiting[0].error)
                     waiting.popleft()
                     if use_tqdm:
                         made = self.stats().generation_tokens - tokens
@@ -479,7 +499,7 @@ class LLM:
 def _batch(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if len(prompts) and hasattr(prompts[0], "__index__"):  # numpy's integers too
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

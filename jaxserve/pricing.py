@@ -22,6 +22,7 @@ from jaxserve.runtime.cross_compile import Build
 from jaxserve.runtime.executables import StepShapes
 from jaxserve.runtime.sizing import (
     RESERVE_BYTES,
+    check_list_serves,
     decode_buckets,
     device_memory,
     host_bytes,
@@ -62,6 +63,10 @@ def price_deployment(
     capture = plan_capture(
         buckets, num_heads=model.num_heads, max_rows=boot.warm_rows, max_width=boot.warm_width
     )
+    try:
+        check_list_serves(capture, boot)
+    except ConfigError as refusal:
+        report(f"a boot with these flags would be refused: {refusal}")
     shapes = step_shapes(model, config, capture.shapes, config.blocks_per_row + 1, platform)
 
     def compile_list(

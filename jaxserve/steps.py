@@ -189,6 +189,10 @@ class CompiledSteps:
         tokens to compute or without room, and for more tokens than the largest batch.
         """
         rows = range(len(prompts)) if rows is None else rows
+        most = self.shapes.max_num_seqs
+        wrong = next((row for row in rows if not 0 <= row < most), None)
+        if wrong is not None:
+            raise InvalidRequest(f"row {wrong} of {most} rows, 0 to {most - 1}: raise max_num_seqs")
         starts = [0] * len(prompts) if starts is None else starts
         if settings is None or isinstance(settings, SamplingParams):
             settings = [settings or SamplingParams(temperature=0.0)] * len(prompts)

@@ -73,8 +73,11 @@ class _TimedRunner:
     def prefill(self, batch: PrefillBatch) -> _TimedPending:
         return _TimedPending(self, self._call(self._runner.prefill, batch))
 
-    def update_params(self, tree: Any) -> None:
-        self._runner.update_params(tree)
+    def prepare_params(self, tree: Any) -> Any:
+        return self._runner.prepare_params(tree)
+
+    def update_params(self, fitting: Any) -> None:
+        self._runner.update_params(fitting)
 
     def sleep(self, *, weights: bool) -> None:
         self._runner.sleep(weights=weights)

@@ -56,7 +56,7 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
 
 def convert(args: argparse.Namespace) -> str:
     """Do it and say in a line what was written. Raises JaxserveError."""
-    output: Path = args.output
+    output: Path = args.output.expanduser().absolute()
     if output.exists():
         raise ConfigError(f"{output} exists; name a directory that does not")
     if args.max_shard_size <= 0:

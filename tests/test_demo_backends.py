@@ -1,4 +1,4 @@
-"""The default model answers alike through every implementation of paged attention that runs here."""
+"""The default model answers alike through every attention backend that runs here."""
 
 import pytest
 

@@ -12,7 +12,13 @@ from flax import nnx
 
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.checkpoint import load_checkpoint
-from jaxserve.errors import ConfigError, InvalidRequest, InvalidWeights, NotReady
+from jaxserve.errors import (
+    ConfigError,
+    InvalidRequest,
+    InvalidWeights,
+    NotReady,
+    RequestFailed,
+)
 from jaxserve.model.canonical import canonical_tensors
 from tests.models import TINY, greedy_by_full_forward, module_of
 from tests.serve_fakes import byte_level_tokenizer
@@ -252,3 +258,95 @@ def test_a_saved_model_is_loaded_as_the_same_model_and_restored_by_its_module(
     assert greedy_by_full_forward(other, PROMPT, 6) == greedy_by_full_forward(module, PROMPT, 6)
     with pytest.raises(ConfigError, match="exists"):
         llm.save(tmp_path / "model")
+
+
+def test_a_stream_that_others_calls_bring_to_its_end_still_gives_its_last_output(llm):
+    whole = list(llm.stream(PROMPT, replace(GREEDY, max_tokens=3)))[-1]
+    stream = llm.stream(PROMPT, replace(GREEDY, max_tokens=3))
+    next(stream)
+    llm.generate([9, 9, 9], replace(GREEDY, max_tokens=10))
+    rest = list(stream)
+    assert rest[-1].finished
+    assert rest[-1].outputs[0].token_ids == whole.outputs[0].token_ids
+
+
+def test_a_request_that_fails_tells_its_own_reader_alone(llm):
+    bad = SamplingParams(
+        max_tokens=10, allowed_token_ids=(7,), bad_words=("x",), bad_words_token_ids=((7, 7),)
+    )
+    healthy = llm.stream(PROMPT, replace(GREEDY, max_tokens=12))
+    next(healthy)
+    failing = llm.stream(PROMPT, bad)
+    next(failing)
+    (other,) = llm.generate([4, 5], GREEDY)
+    assert other.finished
+    with pytest.raises(RequestFailed, match="leave no token"):
+        list(failing)
+    with pytest.raises(RequestFailed, match="leave no token"):
+        llm.generate(PROMPT, bad)
+    (alone,) = llm.generate(PROMPT, replace(GREEDY, max_tokens=12))
+    assert list(healthy)[-1].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_waiting_for_a_sleeping_engine_is_refused(llm):
+    llm.sleep()
+    try:
+        with pytest.raises(NotReady, match="wake it"):
+            llm.generate(PROMPT, GREEDY)
+    finally:
+        llm.wake()
+    assert llm.generate(PROMPT, GREEDY)[0].finished
+
+
+def test_numpy_tokens_are_tokens(llm):
+    (plain,) = llm.generate(PROMPT, GREEDY)
+    for prompt in (np.array(PROMPT), [np.int32(token) for token in PROMPT]):
+        assert llm.generate(prompt, GREEDY)[0].outputs == plain.outputs
+    assert llm.score(np.array(PROMPT)) == llm.score(PROMPT)
+    with pytest.raises(InvalidRequest, match="num_prompt_tokens=-1"):
+        llm.score(PROMPT, num_prompt_tokens=-1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("top_k", 2**40), ("logprobs", 1.5), ("prompt_logprobs", 1.5), ("max_tokens", 2.5)],
+)
+def test_settings_the_engine_could_not_run_are_refused_by_name(field, value):
+    with pytest.raises(InvalidRequest, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_one_stop_string_may_come_without_its_tuple():
+    assert SamplingParams(stop="abc").stop == ("abc",)
+
+
+def deleted(tree):
+    array = jax.numpy.array(tree["model.norm.weight"])
+    array.delete()
+    return {**tree, "model.norm.weight": array}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        deleted,
+        lambda tree: {**tree, "model.norm.weight": "x"},
+        lambda tree: {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in tree.items()},
+        lambda tree: {1: np.ones(3), "a": np.ones(2)},
+        lambda tree: "~nobodyxyz/x",
+        lambda tree: None,
+    ],
+    ids=["donated", "text", "specs", "keys", "path", "nothing"],
+)
+def test_a_tree_of_anything_is_refused_and_the_engine_goes_on(broken, llm, module):
+    tree = {name: leaf.T if turned else leaf for name, (leaf, turned) in tensors(module)}
+    before = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    with pytest.raises(InvalidWeights):
+        llm.update_params(broken(tree))
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids == before
+    with pytest.raises(InvalidRequest, match="requests='bogus'"):
+        llm.update_params(tree, requests="bogus")
+
+
+def tensors(module):
+    return canonical_tensors(module).items()

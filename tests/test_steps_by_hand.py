@@ -269,3 +269,8 @@ def test_a_pool_too_small_for_rows_that_own_their_blocks_is_refused(booted):
     small = replace(booted, pool=replace(booted.pool, num_blocks=20))
     with pytest.raises(ConfigError, match="20 blocks, and 4 rows of 64 tokens own 33"):
         steps_of(small)
+
+
+def test_a_row_that_is_not_there_is_refused(steps):
+    with pytest.raises(InvalidRequest, match="raise max_num_seqs"):
+        steps.pack([[1]] * 99)

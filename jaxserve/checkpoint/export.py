@@ -113,6 +113,7 @@ def write_safetensors(
     def flush() -> None:
         path = directory / f"{len(shards)}.part"
         save_file(shard, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # the library makes it private
         shards.append((path, list(shard)))
         shard.clear()
 

@@ -65,8 +65,8 @@ def _shards(directory: Path) -> dict[Path, set[str] | None]:
     if not index.is_file():
         others = sorted(p.name for p in directory.glob("*.bin")) or "no weights at all"
         raise CheckpointError(
-            f"{directory}: neither {SINGLE} nor {INDEX} (found {short(others)}); "
-            "only safetensors weights are loaded"
+            f"{directory}: neither {SINGLE} nor {INDEX} (found {short(others)}); weights are read "
+            "from safetensors, from an Orbax checkpoint under params/, or from a GGUF file by name"
         )
     weight_map = load_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

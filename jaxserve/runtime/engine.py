@@ -7,7 +7,8 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -184,7 +185,7 @@ class Engine:
     ) -> int:
         """Compute all that is dispatched from now on with other weights; returns their version.
 
-        ``tree``: see ``updated_params`` of runtime/weights.py. ``version`` must be above the one in
+        ``tree``: see ``fitting_weights`` of runtime/weights.py. ``version`` must be above that in
         use (None: one more). ``requests`` that run "keep" what they have computed, are "recompute"d
         from their first token, or "abort". No cached block of older weights is shared from now on.
         Raises InvalidWeights, which leaves the engine as it was, and NotReady while it sleeps.
@@ -196,8 +197,11 @@ class Engine:
         version = old + 1 if version is None else operator.index(version)
         if version <= old:
             raise InvalidWeights(f"weight version {version} must be above {old}, the one in use")
+        if requests not in get_args(OnUpdate):
+            raise InvalidRequest(f"requests={requests!r}, use one of {get_args(OnUpdate)}")
+        fitting = self._runner.prepare_params(tree)
         with self._fatal("an update of the weights"):
-            self._runner.update_params(tree)
+            self._runner.update_params(fitting)
             self._hold(requests)
             self._scheduler.reset_prefix_cache(version)
         return version
@@ -210,6 +214,11 @@ class Engine:
         does. Raises NotReady then.
         """
         self._check_alive()
+        if level not in (1, 2) or requests not in get_args(OnSleep):
+            raise InvalidRequest(
+                f"level={level!r}, requests={requests!r}: use 1 or 2, and one of "
+                f"{get_args(OnSleep)}"
+            )
         if self._asleep is not None:
             raise NotReady("the engine sleeps already")
         if requests == "refuse" and self.has_unfinished_requests():
@@ -262,7 +271,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Gauges and totals as they stand."""
-        return self._totals.snapshot(self._scheduler)
+        stats = self._totals.snapshot(self._scheduler)
+        return stats if self._asleep is None else replace(stats, asleep=True)
 
     def _check_alive(self) -> None:
         if self._fault is not None:

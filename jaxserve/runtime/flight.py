@@ -53,8 +53,12 @@ class ModelRunner(Protocol):
         """One chunk of packed prompts; a token a segment."""
         ...
 
-    def update_params(self, tree: Any) -> None:
-        """Other weights; raises InvalidWeights before anything changes."""
+    def prepare_params(self, tree: Any) -> Any:
+        """What ``update_params`` takes, of weights in any form; raises InvalidWeights."""
+        ...
+
+    def update_params(self, fitting: Any) -> None:
+        """Other weights, from ``prepare_params``."""
         ...
 
     def sleep(self, *, weights: bool) -> None:

@@ -28,7 +28,13 @@ from jaxserve.plan.batch import (
 from jaxserve.plan.buckets import DecodeShape
 from jaxserve.plan.compiled import Key
 from jaxserve.runtime.executables import PERMUTE, WRITE_COUNTS, Executables, StepShapes, zeros
-from jaxserve.runtime.weights import HostParams, read_params, updated_params
+from jaxserve.runtime.weights import (
+    Fitting,
+    HostParams,
+    fitting_weights,
+    read_params,
+    updated_params,
+)
 
 
 @dataclass(frozen=True)
@@ -125,13 +131,17 @@ class ModelRunner:
         """A checkpoint that ``update_params`` takes; on any thread, see ``read_params``."""
         return read_params(path, self._shapes)
 
-    def update_params(self, tree: Any) -> None:
-        """Compute with other weights from the next call on; see ``updated_params``.
+    def prepare_params(self, tree: Any) -> Fitting:
+        """Weights in any form, checked and where they are needed; see ``fitting_weights``.
 
-        Raises InvalidWeights before anything changes.
+        Raises InvalidWeights. Nothing has changed yet.
         """
-        self.params = updated_params(self.params, tree, self._shapes, borrowed=self._borrowed)
-        self._borrowed = isinstance(tree, Params)
+        return fitting_weights(tree, self._shapes, self._device)
+
+    def update_params(self, fitting: Fitting) -> None:
+        """Compute with other weights from the next call on; see ``updated_params``."""
+        self.params = updated_params(self.params, fitting, self._shapes, borrowed=self._borrowed)
+        self._borrowed = isinstance(fitting, Params)
 
     def sleep(self, *, weights: bool) -> None:
         """Give up the pool, and with ``weights`` keep those in host memory only."""

@@ -77,41 +77,70 @@ def save_params(params: Params, model: ModelConfig, path: Path) -> Saving:
     return Saving(checkpointer, path)
 
 
-def updated_params(old: Params, tree: Any, shapes: StepShapes, *, borrowed: bool = False) -> Params:
-    """The parameters that ``tree`` describes; ``old`` must not be used after a success.
-
-    * ``Params`` in the engine's layout: taken as they are, without a copy. They stay the caller's
-      too, who must not donate them while the engine has them.
-    * canonical weights (see model/canonical.py): fused in one jitted call, in the memory of
-      ``old``.
-    * a path to a checkpoint, or what ``read_params`` made of it: placed a layer at a time over
-      ``old``.
-
-    ``borrowed``: ``old`` are a caller's arrays and left alone; the new ones come beside them.
-    Raises InvalidWeights naming the leaf; ``old`` is whole then.
-    """
-    model, dtype, stacked = shapes.model, shapes.dtype, shapes.stacked
-    if isinstance(tree, str | Path):
-        tree = read_params(Path(tree), shapes)
-    if isinstance(tree, HostParams):
-        return _fresh(old, tree.params, stacked) if borrowed else _placed(old, tree.params, stacked)
-    device = jax.tree.leaves(old)[0].sharding
-    if isinstance(tree, Params):
-        check_params(tree, model, dtype, stacked=stacked)
-        return jax.device_put(tree, device)
-    tree = pure_tree(tree)
-    check_canonical(tree, model, dtype)
-    tree = jax.device_put(tree, device)
-    if borrowed:
-        return fuse_params(tree, model, stacked)
-    return replace_params(old, tree, model, stacked)
-
-
 @dataclass(frozen=True)
 class HostParams:
     """Fused weights in host memory, one LayerParams a layer, checked against a model."""
 
     params: Params
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """Canonical weights on the device, checked against a model."""
+
+    tree: Any
+
+
+Fitting = Params | HostParams | Canonical
+"""Weights that fit an engine, in one of the forms that ``updated_params`` puts in place."""
+
+
+def fitting_weights(tree: Any, shapes: StepShapes, device: Any) -> Fitting:
+    """``tree`` checked against the model and, but for a checkpoint's, on ``device``.
+
+    * ``Params`` in the engine's layout are taken as they are, without a copy. They stay the
+      caller's too, who must not donate them while the engine has them.
+    * canonical weights, see model/canonical.py.
+    * a path to a checkpoint is read to the host, or was by ``read_params``.
+
+    Raises InvalidWeights naming the leaf, or saying what kind of thing came instead.
+    """
+    model, dtype, stacked = shapes.model, shapes.dtype, shapes.stacked
+    try:
+        if isinstance(tree, str | Path):
+            return read_params(Path(tree), shapes)
+        if isinstance(tree, HostParams):
+            return tree
+        if isinstance(tree, Params):
+            check_params(tree, model, dtype, stacked=stacked)
+            return jax.block_until_ready(jax.device_put(tree, device))
+        tree = pure_tree(tree)
+        check_canonical(tree, model, dtype)
+        return Canonical(jax.block_until_ready(jax.device_put(tree, device)))
+    except (InvalidWeights, MemoryError):
+        raise
+    except Exception as error:  # a caller's tree may hold anything: donated arrays, strings
+        why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise InvalidWeights(f"these weights cannot be used: {why}") from error
+
+
+def updated_params(
+    old: Params, fitting: Fitting, shapes: StepShapes, *, borrowed: bool = False
+) -> Params:
+    """The parameters that ``fitting`` weights make; ``old`` must not be used afterwards.
+
+    Canonical weights are fused in one jitted call in the memory of ``old``, those of a checkpoint
+    placed over it a layer at a time. ``borrowed``: ``old`` are a caller's arrays and left alone;
+    the new ones come beside them.
+    """
+    if isinstance(fitting, Params):
+        return fitting
+    if isinstance(fitting, HostParams):
+        place = _fresh if borrowed else _placed
+        return place(old, fitting.params, shapes.stacked)
+    if borrowed:
+        return fuse_params(fitting.tree, shapes.model, shapes.stacked)
+    return replace_params(old, fitting.tree, shapes.model, shapes.stacked)
 
 
 def read_params(path: Path, shapes: StepShapes) -> HostParams:

@@ -68,6 +68,7 @@ class RequestUpdate(NamedTuple):
 class EngineStats:
     """The engine's gauges and totals since it was built. Totals only grow.
 
+    ``asleep``: it holds no device memory and runs nothing until it is woken.
     ``num_blocks`` counts the blocks requests can own (the null block is not one).
     ``num_waiting`` includes preempted requests. ``prompt_tokens`` counts prompt tokens of
     requests whose prompt was computed or found (a recomputed prompt counts once),
@@ -83,6 +84,7 @@ class EngineStats:
     longer of what the device and what the host took.
     """
 
+    asleep: bool = False
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0

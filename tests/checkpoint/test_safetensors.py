@@ -196,5 +196,5 @@ def test_a_forged_header_length_is_refused(model, length):
 
 def test_a_directory_with_pickled_weights_only_is_told_why(model):
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*only safetensors"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*read from safetensors"):
         load_checkpoint(str(model))

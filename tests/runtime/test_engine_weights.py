@@ -304,8 +304,10 @@ def test_requests_survive_a_sleep_and_give_the_same_tokens(level, engine, booted
         assert not [a for a in held if a.shape in weights and a.ndim == 3]
     steps(engine, 2, tokens)  # tells what was in flight, runs nothing
     assert not engine.has_unfinished_requests()
+    assert engine.stats().asleep
     engine.add_request("meanwhile", PROMPT, GREEDY)
     engine.wake()
+    assert not engine.stats().asleep
     finish(engine, tokens)
     assert tokens["r"] == alone
     assert tokens["meanwhile"] == alone

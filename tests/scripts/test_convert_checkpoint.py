@@ -76,3 +76,10 @@ def test_a_gguf_model_becomes_a_directory_with_config_and_tokenizer(tmp_path):
     ids = second.tokenizer.tokenizer.encode(text).ids
     assert ids == first.tokenizer.tokenizer.encode(text).ids
     assert second.tokenizer.special_tokens == first.tokenizer.special_tokens
+
+
+def test_an_output_relative_to_where_one_stands_is_written_there(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "hf", "llama_tied")
+    monkeypatch.chdir(tmp_path)
+    convert(source, "out")
+    assert load_checkpoint("out", load_format="orbax").config == load_checkpoint(str(source)).config
