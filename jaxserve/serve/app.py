@@ -265,9 +265,12 @@ class _Routes:
     async def ready(self) -> Response:
         """200 while requests are taken, 503 otherwise."""
         engine = self._parts.engine
-        if engine.accepting and not engine.paused:
+        asleep = engine.stats().asleep
+        if engine.accepting and not engine.paused and not asleep:
             return JSONResponse({"status": "ready"})
-        status = "dead" if not engine.alive else "stopping" if not engine.accepting else "paused"
+        status = "dead" if not engine.alive else "stopping"
+        if engine.accepting:
+            status = "asleep" if asleep else "paused"
         return JSONResponse({"status": status}, 503)
 
     async def metrics(self) -> Response:
@@ -313,7 +316,8 @@ class _Routes:
         """Runs a call: what the engine refuses is raised before a stream starts."""
         record_of(request.scope).stream = stream
         try:
-            await call.start()
+            # A paused engine takes the call when it goes on; the client may be gone by then.
+            await http.until_disconnect(request.receive, call.start())
             if not stream:
                 return JSONResponse(await http.until_disconnect(request.receive, call.whole()))
         except BaseException:

@@ -21,8 +21,20 @@ from tests.serve_fakes import app_parts, served, wait_until
 NUM_ROWS = 4
 
 
+class Bridge(AsyncEngine):
+    """Knows how many requests were given up, also while a step is stuck."""
+
+    given_up = 0
+
+    def abort(self, request_id: str) -> None:
+        super().abort(request_id)
+        self.given_up += 1
+
+
 class Stepwise:
     """The real engine over the fake device; each step waits for a permit."""
+
+    bridge: Bridge
 
     def __init__(self) -> None:
         self.inner, _ = build(num_blocks=2100, max_num_seqs=NUM_ROWS, max_model_len=4096)
@@ -56,7 +68,8 @@ class Stepwise:
 
 @contextlib.contextmanager
 def server_of(engine: Stepwise, **options: Any) -> Iterator[str]:
-    bridge = AsyncEngine(engine, max_requests=64, **options)
+    bridge = Bridge(engine, max_requests=64, **options)
+    engine.bridge = bridge
     engine.num_open = lambda: bridge.num_open
 
     def log(event: str, fields: Mapping[str, Any]) -> None:
@@ -117,10 +130,12 @@ def test_a_client_that_leaves_gives_every_block_back_at_once(stage, stream):
                     )
                 )
         run_to(stage, engine, url, stream).close()
+        wait_until(lambda: engine.bridge.given_up == 1, 5.0)
         if stage == "queued":
             wait_until(lambda: engine.gate.release() or engine.inner.stats().num_waiting == 0, 5.0)
             assert engine.inner.stats().num_running == NUM_ROWS
             others.close()
+            wait_until(lambda: engine.bridge.given_up == 1 + NUM_ROWS, 5.0)
         wait_until(lambda: engine.gate.release() or engine.all_free, 5.0)
         engine.gate.release(100)
         wait_until(lambda: len(engine.logged) == 1 + NUM_ROWS * (stage == "queued"))
@@ -128,6 +143,24 @@ def test_a_client_that_leaves_gives_every_block_back_at_once(stage, stream):
             assert line["client_gone"] is True
             assert line["finish_reason"] == "abort"
         assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_a_paused_server_gives_its_place_back(stream):
+    engine = Stepwise()
+    with server_of(engine) as url:
+        asyncio.run(engine.bridge.pause("abort"))
+        clients = [send(url, prompt=[1], n=n, stream=stream) for n in (1, 3)]
+        wait_until(lambda: engine.num_open() == 4)
+        for client in clients:
+            client.close()
+        try:
+            wait_until(lambda: engine.num_open() == 0, 5.0)
+        finally:
+            asyncio.run(engine.bridge.resume())  # else the server waits for its requests for ever
+        wait_until(lambda: len(engine.logged) == 2)
+        assert all(line["client_gone"] for line in engine.logged)
+        assert not engine.inner.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("stage", ["prefilling", "decoding"])
