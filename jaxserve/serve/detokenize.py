@@ -137,7 +137,7 @@ class StopStrings:
     """Finds the stop string that is complete first, and holds back what one may still claim.
 
     The result depends on the text alone, never on how it was cut into pieces: of the strings that
-    end earliest, the longest counts.
+    end earliest, the longest counts. One that ends in a piece which may not stop is plain text.
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool) -> None:
@@ -147,16 +147,14 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, piece: str) -> str:
+    def push(self, piece: str, *, may_stop: bool = True) -> str:
         """Text released by ``piece``; after a match, nothing more is ever released."""
         if self.matched is not None:
             return ""
         if not self._stops:
             return piece
         text = self._held + piece
-        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stops]
-        found = [match for match in found if match[0] + match[1] >= 0]
-        if found:
+        if may_stop and (found := self._ends(text, len(self._held))):
             end, negative_length, self.matched = min(found)
             self._held = ""
             return text[: end if self._include else end + negative_length]
@@ -165,6 +163,11 @@ class StopStrings:
             keep -= 1
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def _ends(self, text: str, after: int) -> list[tuple[int, int, str]]:
+        """Where the stop strings first end beyond ``after``, each with its negative length."""
+        starts = ((text.find(stop, max(after - len(stop) + 1, 0)), stop) for stop in self._stops)
+        return [(start + len(stop), -len(stop), stop) for start, stop in starts if start >= 0]
 
     def _may_start_with(self, tail: str) -> bool:
         return any(stop.startswith(tail) for stop in self._stops)
@@ -183,8 +186,8 @@ class Detokenizer:
     become U+FFFD one invalid sequence at a time, also at the end of the output.
 
     ``continues`` says that the text does not start here, so no leading space is dropped.
-    ``num_characters`` counts what the tokens so far decode to, held back or not: it is the offset
-    of the next token in the text.
+    No stop string ends within the first ``min_tokens`` tokens. ``num_characters`` counts what the
+    tokens so far decode to, held back or not: it is the offset of the next token in the text.
     """
 
     def __init__(
@@ -195,6 +198,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._vocabulary = vocabulary
         self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
@@ -202,6 +206,7 @@ class Detokenizer:
         self._to_strip = 0 if continues else vocabulary.rules.strip_count
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = StopStrings(stop, include_stop_str_in_output)
+        self._num_unstoppable = min_tokens
         self.num_characters = 0
 
     @property
@@ -211,6 +216,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Text that became certain with this token, often none."""
+        self._num_unstoppable -= 1
         if token_id in self._skipped:
             return ""
         vocabulary = self._vocabulary
@@ -222,12 +228,17 @@ class Detokenizer:
             data = self._strip(data)
         text = self._utf8.decode(data)
         self.num_characters += len(text)
-        return self._stops.push(text)
+        return self._stops.push(text, may_stop=self._may_stop)
 
     def flush(self) -> str:
         """The rest, when the last token has been pushed."""
-        released = self._stops.push(self._utf8.decode(b"", final=True))
-        return released + self._stops.flush()
+        rest = self._utf8.decode(b"", final=True)
+        return self._stops.push(rest, may_stop=self._may_stop) + self._stops.flush()
+
+    @property
+    def _may_stop(self) -> bool:
+        """True from the first token after ``min_tokens`` on."""
+        return self._num_unstoppable < 0
 
     def _strip(self, data: bytes) -> bytes:
         strip = self._vocabulary.rules.strip

@@ -146,9 +146,13 @@ def test_a_decoder_that_cannot_be_followed_token_by_token_is_refused_by_name(dec
         Vocabulary(tokenizer)
 
 
-def stop_oracle(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Reads the text a character at a time and stops at the first, longest, complete match."""
-    for end in range(1, len(text) + 1):
+def stop_oracle(
+    text: str, stops: list[str], include: bool, free: int = 0
+) -> tuple[str, str | None]:
+    """Reads the text a character at a time and stops at the first, longest, complete match that
+    ends behind the first ``free`` characters.
+    """
+    for end in range(free + 1, len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]
         if matches:
             longest = max(matches, key=len)
@@ -166,15 +170,31 @@ def stop_oracle(text: str, stops: list[str], include: bool) -> tuple[str, str | 
 def test_the_stop_string_found_does_not_depend_on_how_the_text_was_cut(text, stops, include, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     bounds = [0, *cuts, len(text)]
+    free = data.draw(st.sampled_from(bounds))
     finder = StopStrings(stops, include)
     shown = ""
     for start, end in itertools.pairwise(bounds):
-        shown += finder.push(text[start:end])
+        shown += finder.push(text[start:end], may_stop=end > free)
         # What is held back can still be the beginning of a stop string.
         held = text[len(shown) : end]
         assert finder.matched or any(stop.startswith(held) for stop in stops) or not held
     shown += finder.flush()
-    assert (shown, finder.matched) == stop_oracle(text, stops, include)
+    assert (shown, finder.matched) == stop_oracle(text, stops, include, free)
+
+
+@given(
+    ids=byte_level_ids, stop=st.sampled_from(["a", "o", "th", "e "]), min_tokens=st.integers(0, 9)
+)
+@settings(max_examples=200)
+def test_no_stop_string_ends_within_the_tokens_that_are_asked_for_at_least(ids, stop, min_tokens):
+    counts = Detokenizer(BYTE_LEVEL_VOCABULARY)
+    for token_id in ids[:min_tokens]:
+        counts.push(token_id)
+    text = BYTE_LEVEL.decode(ids, skip_special_tokens=True)
+    # Bytes that are no whole character yet belong to the token that completes it.
+    expected, _ = stop_oracle(text, [stop], False, counts.num_characters)
+    options = {"stop": [stop], "min_tokens": min_tokens}
+    assert "".join(pieces_of(BYTE_LEVEL_VOCABULARY, ids, **options)) == expected
 
 
 def test_a_stop_string_over_token_boundaries_is_never_partly_shown():

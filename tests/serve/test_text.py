@@ -176,3 +176,15 @@ def test_a_prompt_of_skipped_tokens_alone_does_not_keep_the_leading_space():
         assert text.detokenizer(prompt, SamplingParams()).push(fox) == shown
     keeps = SamplingParams(skip_special_tokens=False)
     assert text.detokenizer([1], keeps).push(fox) == " fox"
+
+
+def test_a_stop_string_waits_for_the_least_number_of_tokens():
+    text = text_with(None)
+    ids = text.encode("xx-x-x")
+    shown = {}
+    for min_tokens in (0, 3, 6):
+        params = SamplingParams(stop=("-",), min_tokens=min_tokens)
+        detokenizer = text.detokenizer([5], params)
+        shown[min_tokens] = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+    assert len(ids) == 6
+    assert shown == {0: "xx", 3: "xx-x", 6: "xx-x-x"}
