@@ -213,6 +213,7 @@ MAX_CHOICES = 128
 MAX_STOP_CHARACTERS = 1024
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS_CHARACTERS = 16_384
 MAX_LOGPROBS = 20
 
 
@@ -326,6 +327,12 @@ class SamplingParams:
         _check_count("bad_words", self.bad_words, MAX_BAD_WORDS)
         if not all(self.bad_words):
             raise InvalidRequest("bad_words holds an empty string", "bad_words")
+        characters = sum(map(len, self.bad_words))
+        if characters > MAX_BAD_WORDS_CHARACTERS:  # every draw is compared with their tokens
+            raise InvalidRequest(
+                f"bad_words has {characters} characters in all, at most {MAX_BAD_WORDS_CHARACTERS}",
+                "bad_words",
+            )
         if not all(self.bad_words_token_ids):
             raise InvalidRequest(
                 "bad_words_token_ids holds a word of 0 tokens", "bad_words_token_ids"

@@ -34,6 +34,7 @@ from jaxserve.errors import InvalidRequest
         ("allowed_token_ids", (), "no token could be drawn"),
         ("bad_words", ("a", ""), "empty string"),
         ("bad_words", ("a",) * 1025, "1025 entries, at most 1024"),
+        ("bad_words", ("ab", "a" * (2**14 - 1)), "16385 characters in all, at most 16384"),
         ("bad_words_token_ids", ((1,), ()), "0 tokens"),
         ("logprobs", 21, "logprobs=21"),
         ("logprobs", -1, "logprobs=-1"),

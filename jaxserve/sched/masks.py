@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,13 +26,14 @@ class TokenRules:
     """What limits the draws of one request, which are numbered from 0.
 
     ``allowed_W`` holds at every draw, ``not_ending_W`` at those before ``min_tokens``.
-    ``bad_words`` have two tokens or more: the last is banned where the output ends in the others.
+    ``bad_words`` have two tokens or more, by the last but one: the last is banned where the output
+    ends in the others.
     """
 
     allowed_W: np.ndarray
     not_ending_W: np.ndarray
     min_tokens: int
-    bad_words: tuple[tuple[int, ...], ...]
+    bad_words: Mapping[int, Sequence[tuple[int, ...]]]
     mask: TokenMask | None
     always: bool
 
@@ -52,7 +54,7 @@ class TokenRules:
         words_W &= self.allowed_W
         if draw < self.min_tokens:
             words_W &= self.not_ending_W
-        for word in self.bad_words:
+        for word in self.bad_words.get(output_token_ids[-1], ()) if output_token_ids else ():
             before = len(word) - 1
             if tuple(output_token_ids[-before:]) == word[:-1]:
                 _ban(words_W, word[-1:])
@@ -78,11 +80,15 @@ def build_rules(
     if params.bad_words and not params.bad_words_token_ids:
         raise InvalidRequest("bad_words needs its spellings in bad_words_token_ids", "bad_words")
     single = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
+    longer: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for word in params.bad_words_token_ids:
+        if len(word) > 1:
+            longer[word[-2]].append(word)
     rules = TokenRules(
         allowed_W=_words_of(params.allowed_token_ids, vocab_size),
         not_ending_W=_words_of(None, vocab_size),
         min_tokens=params.min_tokens if ending else 0,
-        bad_words=tuple(word for word in params.bad_words_token_ids if len(word) > 1),
+        bad_words=dict(longer),
         mask=mask,
         always=bool(mask or params.allowed_token_ids or params.bad_words_token_ids),
     )

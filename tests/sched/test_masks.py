@@ -100,6 +100,22 @@ def test_only_a_grammar_and_words_of_two_tokens_need_the_last_token():
     assert rules_of(mask=Countdown(3)).needs_last_token
 
 
+def test_a_draw_looks_only_at_the_words_that_the_last_token_may_go_on_with():
+    class Output(list):
+        num_slices = 0
+
+        def __getitem__(self, item):
+            self.num_slices += isinstance(item, slice)
+            return super().__getitem__(item)
+
+    words = tuple((*[token] * 9, 0) for token in range(1, 41) for _ in range(20))
+    rules = rules_of(bad_words_token_ids=(*words, (7, 8, 9)))
+    output = Output([7, 8])
+    assert allowed_by(rules, ()) == set(range(VOCAB))
+    rules.fill(np.zeros(2, np.uint32), output, 2)
+    assert output.num_slices == 21
+
+
 def test_a_grammar_is_narrowed_by_the_options_and_advanced_by_its_tokens():
     rules = rules_of(mask=Countdown(3), bad_words_token_ids=((2, 1),))
     assert allowed_by(rules) == {3}
