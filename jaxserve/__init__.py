@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.config import BootConfig, EngineConfig, ModelConfig, SamplingParams
-    from jaxserve.llm import LLM, CompletionOutput, RequestOutput
+    from jaxserve.llm import LLM
+    from jaxserve.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "BootConfig": "jaxserve.config",
-    "CompletionOutput": "jaxserve.llm",
+    "CompletionOutput": "jaxserve.outputs",
     "EngineConfig": "jaxserve.config",
     "LLM": "jaxserve.llm",
     "ModelConfig": "jaxserve.config",
-    "RequestOutput": "jaxserve.llm",
+    "RequestOutput": "jaxserve.outputs",
     "SamplingParams": "jaxserve.config",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,129 +22,15 @@ from jaxserve.checkpoint.tokenizer import TokenizerBundle
 from jaxserve.config import BootConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxserve.errors import ConfigError, InvalidRequest, NotReady, RequestFailed
 from jaxserve.model.canonical import pure_tree
+from jaxserve.outputs import Choice, PendingRequest, RequestOutput
 from jaxserve.runtime.booted import BootedEngine
 from jaxserve.runtime.engine import OnSleep, OnUpdate
 from jaxserve.runtime.weights import Saving, save_params
-from jaxserve.sched.outputs import EngineStats, RequestUpdate, TokenLogprobs
+from jaxserve.sched.outputs import EngineStats
 from jaxserve.serve.calls import child_params
-from jaxserve.serve.detokenize import Detokenizer
 from jaxserve.serve.text import Text
 
 PromptType = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One choice: what was generated so far.
-
-    ``logprobs`` has one entry a token where asked. ``stop_reason`` is the stop string or the id of
-    the token that ended it. ``weight_versions`` are those that drew its tokens, in order.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    weight_versions: tuple[int, ...]
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """The sum of the tokens' log probabilities, where they were asked for."""
-        return None if self.logprobs is None else sum(t.logprob for t in self.logprobs)
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A prompt and its choices, finished or on the way."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
-    outputs: tuple[CompletionOutput, ...]
-    finished: bool
-    num_cached_tokens: int
-
-
-@dataclass
-class _Choice:
-    """A choice that grows."""
-
-    index: int
-    detokenizer: Detokenizer | None
-    scored: bool
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    weight_versions: list[int] = field(default_factory=list)
-
-    def push(self, update: RequestUpdate) -> None:
-        """Take what a step brought."""
-        logprobs = update.logprobs or (None,) * len(update.new_token_ids)
-        for token_id, entry in zip(update.new_token_ids, logprobs, strict=True):
-            self.token_ids.append(token_id)
-            if entry is not None:
-                self.logprobs.append(entry)
-            if self.weight_versions[-1:] != [update.weight_version]:
-                self.weight_versions.append(update.weight_version)
-            if self.detokenizer is None:
-                continue
-            if token_id != update.stop_token_id:
-                self.text += self.detokenizer.push(token_id)
-            if self.detokenizer.stop_string is not None:
-                self.finish_reason, self.stop_reason = "stop", self.detokenizer.stop_string
-                return
-        if update.finish_reason is not None:
-            self.finish_reason, self.stop_reason = update.finish_reason, update.stop_token_id
-            if self.detokenizer is not None:
-                self.text += self.detokenizer.flush()
-
-    def output(self) -> CompletionOutput:
-        """As it stands."""
-        return CompletionOutput(
-            index=self.index,
-            text=self.text,
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs) if self.scored else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            weight_versions=tuple(self.weight_versions),
-        )
-
-
-@dataclass
-class _Request:
-    """A prompt whose choices run."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    choices: dict[str, _Choice]
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    num_cached_tokens: int = 0
-    changed: bool = False
-    error: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        """True when every choice has ended."""
-        return all(choice.finish_reason is not None for choice in self.choices.values())
-
-    def output(self) -> RequestOutput:
-        """As it stands."""
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self.prompt_logprobs,
-            outputs=tuple(choice.output() for choice in self.choices.values()),
-            finished=self.finished,
-            num_cached_tokens=self.num_cached_tokens,
-        )
 
 
 class LLM:
@@ -200,8 +86,8 @@ class LLM:
             for bar in bars.values():
                 bar.close()
         self._text = None if bundle is None else _text(bundle)
-        self._requests: dict[str, _Request] = {}
-        self._owners: dict[str, _Request] = {}  # by the id of a choice
+        self._requests: dict[str, PendingRequest] = {}
+        self._owners: dict[str, PendingRequest] = {}  # by the id of a choice
         self._num_requests = 0
 
     # What is asked.
@@ -220,7 +106,7 @@ class LLM:
         """
         batch = _batch(prompts)
         settings = _settings(sampling_params, len(batch))
-        requests: list[_Request] = []
+        requests: list[PendingRequest] = []
         try:
             for prompt, params in zip(batch, settings, strict=True):
                 requests.append(self._add(prompt, params))
@@ -411,7 +297,7 @@ class LLM:
 
     def _add(
         self, prompt: PromptType, params: SamplingParams, continuation: Sequence[int] = ()
-    ) -> _Request:
+    ) -> PendingRequest:
         engine = self.engine.engine
         text = prompt if isinstance(prompt, str) else None
         tokens = self._needs_text().encode(prompt) if isinstance(prompt, str) else prompt
@@ -424,7 +310,7 @@ class LLM:
             params = replace(params, bad_words_token_ids=tuple(dict.fromkeys(spelled)))
         name = str(self._num_requests)
         self._num_requests += 1
-        request = _Request(name, text, ids, {})
+        request = PendingRequest(name, text, ids, {})
         try:
             for index in range(params.n):
                 child = child_params(params, index)
@@ -438,7 +324,7 @@ class LLM:
                     continuation=continuation,
                 )
                 scored = params.logprobs is not None
-                request.choices[choice_id] = _Choice(index, detokenizer, scored)
+                request.choices[choice_id] = Choice(index, detokenizer, scored)
                 self._owners[choice_id] = request
         except BaseException:
             self._drop(request)
@@ -468,7 +354,7 @@ class LLM:
                 if update.finish_reason is None:  # a stop string, which the engine knows not
                     engine.abort_request(update.request_id)
 
-    def _finish(self, requests: Sequence[_Request], use_tqdm: bool) -> None:
+    def _finish(self, requests: Sequence[PendingRequest], use_tqdm: bool) -> None:
         waiting = deque(requests)
         with tqdm(
             total=len(requests), desc="prompts", disable=not use_tqdm, dynamic_ncols=True
@@ -486,7 +372,7 @@ class LLM:
                         bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
                     bar.update()
 
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: PendingRequest) -> None:
         """Forget a request, wherever it stands."""
         self._requests.pop(request.request_id, None)
         if self._booted is None:
