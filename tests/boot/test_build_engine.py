@@ -338,7 +338,7 @@ def test_a_pool_larger_than_the_device_is_refused_before_a_weight_is_read():
     ],
 )
 def test_a_pool_that_cannot_be_allocated_ends_the_boot_in_one_line(boot_again, monkeypatch, error):
-    def full(*given):
+    def full(*given, **options):
         raise error
 
     monkeypatch.setattr(boot_module, "ModelRunner", full)
@@ -350,7 +350,7 @@ def test_a_pool_that_cannot_be_allocated_ends_the_boot_in_one_line(boot_again, m
 def test_another_fault_while_the_pool_is_allocated_is_not_taken_for_a_full_memory(
     boot_again, monkeypatch
 ):
-    def broken(*given):
+    def broken(*given, **options):
         raise jax.errors.JaxRuntimeError("INTERNAL: broken")
 
     monkeypatch.setattr(boot_module, "ModelRunner", broken)
