@@ -211,7 +211,9 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 MAX_CHOICES = 128
 MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 4096
 MAX_LOGIT_BIAS = 300
+MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORDS_CHARACTERS = 16_384
 MAX_LOGPROBS = 20
@@ -324,6 +326,7 @@ class SamplingParams:
             raise InvalidRequest(
                 "allowed_token_ids is empty: no token could be drawn", "allowed_token_ids"
             )
+        _check_count("allowed_token_ids", self.allowed_token_ids or (), MAX_ALLOWED_TOKEN_IDS)
         _check_count("bad_words", self.bad_words, MAX_BAD_WORDS)
         if not all(self.bad_words):
             raise InvalidRequest("bad_words holds an empty string", "bad_words")
@@ -340,6 +343,7 @@ class SamplingParams:
 
     def _check_stop(self) -> None:
         _check_count("stop", self.stop, 16)
+        _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         if not all(self.stop):
             raise InvalidRequest("stop holds an empty string", "stop")
         longest = max(map(len, self.stop), default=0)

@@ -25,7 +25,7 @@ from jaxserve.plan.gates import check_switches
 from jaxserve.runtime.flight import Flight, ModelRunner, Pending
 from jaxserve.runtime.stats import Totals
 from jaxserve.sched.audit import audit_scheduler
-from jaxserve.sched.masks import build_rules, pack_masks
+from jaxserve.sched.masks import TokenLimits, pack_masks
 from jaxserve.sched.outputs import EngineStats, FinishReason, RequestUpdate, TokenLogprobs
 from jaxserve.sched.pack import pack_counts, pack_new_blocks, pack_permutation, pack_prefill
 from jaxserve.sched.request import Request, TokenMask, seed_key
@@ -74,7 +74,7 @@ class Engine:
         self._prefill_buckets = prefill_buckets
         self._clock = clock
         self._scheduler = Scheduler(config, num_blocks)
-        self._eos = frozenset(model.eos_token_ids)
+        self._limits = TokenLimits(frozenset(model.eos_token_ids), model.vocab_size)
         self._totals = Totals()
         self._num_arrivals = 0
         self._live: set[str] = set()
@@ -113,8 +113,7 @@ class Engine:
         prompt = [operator.index(token) for token in prompt_token_ids]
         self._check_prompt(prompt, alone=params.max_tokens == 0)
         room = self._config.max_model_len - len(prompt)
-        eos = frozenset() if params.ignore_eos else self._eos
-        ending = eos.union(params.stop_token_ids) if params.stop_token_ids else eos
+        ending, rules = self._limits.of(params)
         arrival = self._num_arrivals
         request = Request(
             request_id=request_id,
@@ -127,7 +126,7 @@ class Engine:
             arrived_at=self._clock(),
             cache_salt=cache_salt,
             group=group,
-            rules=build_rules(params, ending, self._model.vocab_size, mask),
+            rules=rules.with_mask(mask),
             forced=self._check_tokens(continuation, "continuation"),
         )
         self._scheduler.add(request)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,6 +62,11 @@ class TokenRules:
         if not words_W.any():
             raise NothingAllowed(f"the request's constraints leave no token for output {draw}")
 
+    def with_mask(self, mask: TokenMask | None) -> TokenRules | None:
+        """These rules and a mask's, None where nothing is ever banned."""
+        rules = self if mask is None else replace(self, mask=mask, always=True)
+        return rules if rules.bind(0) else None
+
     def accept(self, token_id: int) -> bool:
         """Advance the TokenMask by a token that was drawn; True when nothing more may follow."""
         if self.mask is None:
@@ -69,10 +75,44 @@ class TokenRules:
         return self.mask.done
 
 
-def build_rules(
-    params: SamplingParams, ending: frozenset[int], vocab_size: int, mask: TokenMask | None
-) -> TokenRules | None:
-    """The rules of a request, None when nothing is banned; ``ending`` are the tokens that end it.
+class TokenLimits:
+    """What ends the requests of one model, and what limits their draws.
+
+    The choices of one call hold the very same tuples of tokens, which may be long: what is made of
+    the latest is kept, and they share it.
+    """
+
+    def __init__(self, eos: frozenset[int], vocab_size: int) -> None:
+        self._eos = eos
+        self._vocab_size = vocab_size
+        self._asked: tuple[object, ...] = ()
+        self._made: tuple[frozenset[int], TokenRules]
+
+    def of(self, params: SamplingParams) -> tuple[frozenset[int], TokenRules]:
+        """The tokens that end a request and its rules, which have no TokenMask yet.
+
+        Raises what ``build_rules`` does.
+        """
+        asked = (
+            params.ignore_eos,
+            params.min_tokens,
+            params.stop_token_ids,
+            params.logit_bias,
+            params.allowed_token_ids,
+            params.bad_words,
+            params.bad_words_token_ids,
+        )
+        if not self._asked or not all(map(operator.is_, asked, self._asked)):
+            ending = frozenset(params.stop_token_ids) | (
+                frozenset() if params.ignore_eos else self._eos
+            )
+            self._made = ending, build_rules(params, ending, self._vocab_size)
+            self._asked = asked
+        return self._made
+
+
+def build_rules(params: SamplingParams, ending: frozenset[int], vocab_size: int) -> TokenRules:
+    """The rules of a request without a TokenMask; ``ending`` are the tokens that end it.
 
     Raises InvalidRequest for tokens outside the vocabulary and for options that leave none.
     """
@@ -89,13 +129,11 @@ def build_rules(
         not_ending_W=_words_of(None, vocab_size),
         min_tokens=params.min_tokens if ending else 0,
         bad_words=dict(longer),
-        mask=mask,
-        always=bool(mask or params.allowed_token_ids or params.bad_words_token_ids),
+        mask=None,
+        always=bool(params.allowed_token_ids or params.bad_words_token_ids),
     )
     _ban(rules.allowed_W, single)
     _ban(rules.not_ending_W, [token for token in ending if 0 <= token < vocab_size])
-    if not rules.bind(0):
-        return None
     strictest_W = rules.allowed_W & rules.not_ending_W if rules.min_tokens else rules.allowed_W
     if not strictest_W.any():
         raise InvalidRequest(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.config import SamplingParams
 from jaxserve.errors import InvalidRequest
-from jaxserve.sched.masks import NothingAllowed, build_rules, pack_masks
+from jaxserve.sched.masks import NothingAllowed, TokenLimits, build_rules, pack_masks
 from tests.fakes import make_request
 
 VOCAB = 41  # the second word has bits of no token
@@ -39,7 +41,7 @@ class Countdown:
 
 def rules_of(mask=None, ending=ENDING, **options):
     params = SamplingParams(max_tokens=99, **options)
-    return build_rules(params, ending, VOCAB, mask)
+    return build_rules(params, ending, VOCAB).with_mask(mask)
 
 
 def allowed_by(rules, output=(), draw=None) -> set[int]:
@@ -92,6 +94,29 @@ def test_the_tokens_that_end_a_request_are_banned_by_the_number_of_draws_alone()
     assert not rules.needs_last_token
     assert [rules.bind(draw) for draw in range(4)] == [True, True, False, False]
     assert allowed_by(rules, (), draw=1) == set(range(VOCAB)) - ENDING
+
+
+def test_the_choices_of_a_call_share_what_is_made_of_its_tokens_and_no_other_call_does():
+    limits = TokenLimits(ENDING, VOCAB)
+    call = SamplingParams(n=3, seed=7, allowed_token_ids=(1, 2), stop_token_ids=(9,), min_tokens=1)
+    ending, rules = limits.of(call)
+    assert ending == ENDING | {9}
+    for seed in range(3):
+        assert limits.of(replace(call, n=1, seed=seed))[0] is ending
+        assert limits.of(replace(call, n=1, seed=seed))[1] is rules
+    for change, field in (
+        ({"ignore_eos": True}, "ending"),
+        ({"stop_token_ids": (8,)}, "ending"),
+        ({"allowed_token_ids": (1, 3)}, "rules"),
+        ({"min_tokens": 2}, "rules"),
+        ({"bad_words_token_ids": ((1,),)}, "rules"),
+        ({"logit_bias": ((1, 2.0),)}, "rules"),
+    ):
+        other = limits.of(replace(call, **change))
+        assert (other[0] != ending) if field == "ending" else (other[1] is not rules)
+    with pytest.raises(InvalidRequest):
+        limits.of(replace(call, allowed_token_ids=(VOCAB,)))
+    assert limits.of(call)[0] == ending
 
 
 def test_only_a_grammar_and_words_of_two_tokens_need_the_last_token():
