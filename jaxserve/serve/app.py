@@ -6,8 +6,9 @@ import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -39,6 +40,10 @@ from jaxserve.serve.request_log import RequestLog, record_of
 from jaxserve.serve.responses import Envelope, error_body
 from jaxserve.serve.structured import Grammars
 from jaxserve.serve.text import Text
+
+T = TypeVar("T")
+
+_TOKENIZING_THREADS = 2
 
 _BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
@@ -176,6 +181,8 @@ class _Routes:
             grammars=parts.grammars,
             shows_cached_tokens=parts.enable_prompt_tokens_details,
         )
+        # Of its own: who only tokenizes must not take the threads that prompts are read on.
+        self._tokenizing = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
         self._created = int(parts.wall_clock())
 
     async def completions(self, request: Request) -> Response:
@@ -207,7 +214,9 @@ class _Routes:
         call = await self._parse(request, TokenizeRequest)
         if (call.prompt is None) == (call.messages is None):
             raise InvalidRequest("send either prompt or messages", "prompt")
-        token_ids = await asyncio.to_thread(self._generator.prompts.tokens, call)
+        token_ids = await self._beside(
+            request, functools.partial(self._generator.prompts.tokens, call)
+        )
         return JSONResponse(
             {
                 "count": len(token_ids),
@@ -227,7 +236,15 @@ class _Routes:
                     raise InvalidRequest(f"tokens: {token_id} is not in the vocabulary", "tokens")
             return text.decode(call.tokens)
 
-        return JSONResponse({"prompt": await asyncio.to_thread(decode)})
+        return JSONResponse({"prompt": await self._beside(request, decode)})
+
+    async def _beside(self, request: Request, work: Callable[[], T]) -> T:
+        """The result of ``work``, done beside the event loop unless the client leaves before."""
+
+        async def done() -> T:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+        return await http.until_disconnect(request.receive, done())
 
     async def page(self) -> Response:
         """A page to chat with the model and to watch the engine."""

@@ -18,6 +18,8 @@ from jaxserve.serve.protocol import (
 from jaxserve.serve.responses import Prompt
 from jaxserve.serve.text import Text
 
+MAX_TOKENIZE_CHARACTERS = 2**20
+
 
 class PromptReader:
     """Makes prompts of requests. All of it is long work: keep it off the event loop.
@@ -47,10 +49,18 @@ class PromptReader:
 
     def tokens(self, call: TokenizeRequest) -> list[int]:
         """The tokens /tokenize answers with. Raises InvalidRequest naming the field."""
-        if call.messages is not None:
-            rendered = self._rendered(call, call.messages)
-            return self._text.encode(rendered, add_special_tokens=False)
-        return self._text.encode(call.prompt or "", add_special_tokens=call.add_special_tokens)
+        if call.messages is None:
+            field, text = "prompt", call.prompt or ""
+        else:
+            field, text = "messages", self._rendered(call, call.messages)
+        if len(text) > MAX_TOKENIZE_CHARACTERS:
+            raise InvalidRequest(
+                f"{field}: {len(text)} characters, at most {MAX_TOKENIZE_CHARACTERS}; send it in "
+                "parts",
+                field,
+            )
+        adds = call.messages is None and call.add_special_tokens
+        return self._text.encode(text, add_special_tokens=adds)
 
     def spelled(self, params: SamplingParams) -> SamplingParams:
         """The settings with their bad words spelled in tokens."""

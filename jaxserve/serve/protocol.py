@@ -317,4 +317,4 @@ class DetokenizeRequest(Record):
     """Body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[int] = Field(max_length=2**18)

@@ -225,6 +225,7 @@ async def test_one_refused_prompt_of_several_refuses_the_call_and_ends_the_other
         ("/tokenize", {}, 400, "prompt", "either"),
         ("/tokenize", {"prompt": "x", "foo": 1}, 400, "foo", "unknown field"),
         ("/detokenize", {"tokens": [10**12]}, 400, "tokens", "not in the vocabulary"),
+        ("/detokenize", {"tokens": [5] * (2**18 + 1)}, 400, "tokens", "at most 262144"),
         ("/v1/nothing", {}, 404, None, "/v1/nothing"),
         ("/health", {}, 405, None, "Method Not Allowed"),
     ],

@@ -15,8 +15,15 @@ import pytest
 
 from jaxserve.serve.app import create_app
 from jaxserve.serve.async_engine import AsyncEngine
+from jaxserve.serve.text import Text
 from tests.engine_harness import build
-from tests.serve_fakes import app_parts, served, wait_until
+from tests.serve_fakes import (
+    ScriptedEngine,
+    app_parts,
+    byte_level_tokenizer,
+    served,
+    wait_until,
+)
 
 NUM_ROWS = 4
 
@@ -85,11 +92,15 @@ def server_of(engine: Stepwise, **options: Any) -> Iterator[str]:
 
 def send(url: str, **call: Any) -> socket.socket:
     """A request on a connection of its own; nothing of its answer is read."""
-    body = json.dumps({"ignore_eos": True, "temperature": 0} | call).encode()
+    return post(url, "/v1/completions", {"ignore_eos": True, "temperature": 0} | call)
+
+
+def post(url: str, path: str, fields: Mapping[str, Any]) -> socket.socket:
+    body = json.dumps(fields).encode()
     connection = socket.create_connection((httpx.URL(url).host, httpx.URL(url).port), timeout=30)
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
-        % (len(body), body)
+        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+        % (path.encode(), len(body), body)
     )
     return connection
 
@@ -161,6 +172,42 @@ def test_a_client_that_leaves_a_paused_server_gives_its_place_back(stream):
         wait_until(lambda: len(engine.logged) == 2)
         assert all(line["client_gone"] for line in engine.logged)
         assert not engine.inner.has_unfinished_requests()
+
+
+class SlowText(Text):
+    """Takes as long as the test likes over one prompt."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_level_tokenizer())
+        self.gate = threading.Event()
+        self.num_begun = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if text == "slow":
+            self.num_begun += 1
+            self.gate.wait(60)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_clients_of_the_tokenizer_hold_up_no_other_and_leave_the_line_when_they_go():
+    engine, text, logged = ScriptedEngine(script=[5]), SlowText(), []
+    bridge = AsyncEngine(engine, max_requests=64)
+    parts = app_parts(engine, engine=bridge, text=text, log=lambda *line: logged.append(line))
+    with served(create_app(parts)) as url:
+        try:
+            # More than the threads that asyncio lends, wherever this runs.
+            clients = [post(url, "/tokenize", {"prompt": "slow"}) for _ in range(40)]
+            wait_until(lambda: text.num_begun == 2)
+            call = {"prompt": "fox", "max_tokens": 1}
+            assert httpx.post(f"{url}/v1/completions", json=call, timeout=30).status_code == 200
+            for client in clients:
+                client.close()
+            wait_until(lambda: len(logged) == 41)
+        finally:
+            text.gate.set()
+        assert httpx.post(f"{url}/tokenize", json={"prompt": "fox"}, timeout=30).is_success
+        assert text.num_begun == 2
+    asyncio.run(asyncio.wait_for(bridge.shutdown(0.0), 30))
 
 
 @pytest.mark.parametrize("stage", ["prefilling", "decoding"])

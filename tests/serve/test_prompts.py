@@ -146,6 +146,16 @@ def test_tokenize_reads_a_prompt_or_messages():
     assert tokens(messages=HELLO, add_generation_prompt=False) == TOKENIZER.encode(rendered).ids
 
 
+def test_tokenize_bounds_a_text_before_it_is_tokenised():
+    lazy = Unused(TOKENIZER, chat_template=CHAT_TEMPLATE)
+    long = "x" * (2**20 + 1)
+    for fields in ({"prompt": long}, {"messages": [{"role": "user", "content": long}]}):
+        call = parse_request(TokenizeRequest, json.dumps(fields).encode())
+        with pytest.raises(InvalidRequest, match=f"at most {2**20}") as refused:
+            reader(lazy).tokens(call)
+        assert refused.value.param in fields
+
+
 def test_a_requests_own_template_is_refused_unless_trusted():
     call = chat(chat_template="{{ messages[0].content }}", chat_template_kwargs={"a": 1})
     with pytest.raises(InvalidRequest, match="--trust-request-chat-template") as refused:
