@@ -133,9 +133,7 @@ def modelled_argument_bytes() -> dict[Key, int]:
 @pytest.mark.parametrize("name", ["a100", "h200", "l40"])
 def test_every_packaged_target_compiles(name):
     done = []
-    figures = compile_for_target(
-        load_target(name), NO_MODEL, progress=lambda *of: done.append(of)
-    )
+    figures = compile_for_target(load_target(name), NO_MODEL, progress=lambda *of: done.append(of))
     assert figures["permute"].launches > 0
     assert done == [(1, 2), (2, 2)]
 
