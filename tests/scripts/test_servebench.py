@@ -88,9 +88,9 @@ def test_a_client_counts_the_compiles_of_its_own_time():
     assert outcome.compiles == engine.stats().num_steps
 
 
-def test_an_end_before_the_asked_length_is_refused():
+def test_a_length_the_context_has_no_room_for_is_refused_by_the_server_and_told():
     engine = ScriptedEngine(script=SCRIPT, max_model_len=10)  # 7 of the prompt and 3 more
-    with server_of(engine) as url, pytest.raises(BenchError, match="usage says 3"):
+    with server_of(engine) as url, pytest.raises(BenchError, match="max_tokens=6 is too large"):
         asyncio.run(run(url))
 
 
