@@ -167,6 +167,9 @@ class FakeRunner:
         self.weights = 0
         self.calls: list[str] = []
 
+    def prepare_params(self, tree: Any) -> Any:
+        return tree
+
     def update_params(self, tree: Any) -> None:
         """The next weights; ``tree`` is not looked at."""
         self.weights += 1
