@@ -98,6 +98,12 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: str) -> EngineCo
     )
 
 
+def warm_decode(runner: ModelRunner, shapes: StepShapes) -> None:
+    """Run every decode shape once, on empty rows."""
+    for shape in shapes.decode:
+        runner.decode(shape, np.zeros(shape.rows, np.int32)).read()
+
+
 def warm_engine(runner: ModelRunner, shapes: StepShapes, *, serving: bool = False) -> None:
     """Run every executable once, on empty rows, so that no request pays for a first call.
 
@@ -112,8 +118,7 @@ def warm_engine(runner: ModelRunner, shapes: StepShapes, *, serving: bool = Fals
     runner.permute_rows(np.full(shapes.max_num_seqs, -1, np.int32))
     vocab_size = shapes.model.vocab_size
     runner.write_counts(0, zeros_of(counts_spec(vocab_size)))
-    for shape in shapes.decode:
-        runner.decode(shape, np.zeros(shape.rows, np.int32)).read()
+    warm_decode(runner, shapes)
     for tokens in shapes.prefill_tokens:
         batch: PrefillBatch = jax.tree.map(
             zeros_of,
