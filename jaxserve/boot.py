@@ -8,22 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxserve import __version__
 from jaxserve.checkpoint.load import Checkpoint, load_checkpoint
 from jaxserve.config import BootConfig, DType, EngineConfig, ModelConfig
-from jaxserve.errors import BootError, ConfigError
+from jaxserve.errors import ConfigError
 from jaxserve.model.params import Params, stacks_layers
-from jaxserve.plan.batch import ArraySpec, PrefillBatch, counts_spec, prefill_batch_specs
 from jaxserve.plan.buckets import DecodeShape
 from jaxserve.plan.gates import (
     check_boot_info,
     check_capture_ready,
     check_switches,
-    check_warm_before_serving,
 )
-from jaxserve.plan.pool import KVPoolPlan
 from jaxserve.plan.price import weight_bytes
 from jaxserve.plan.report import boot_lines
 from jaxserve.plan.units import format_bytes
@@ -33,9 +29,7 @@ from jaxserve.runtime.compiler import StepCompiler, compile_executables, describ
 from jaxserve.runtime.engine import Engine
 from jaxserve.runtime.executables import (
     Built,
-    Executables,
     Recorder,
-    StepShapes,
     planned_keys,
     record,
 )
@@ -43,7 +37,6 @@ from jaxserve.runtime.fingerprint import environment_parts
 from jaxserve.runtime.laps import Laps, boot_seconds_line, seconds_since_start
 from jaxserve.runtime.placing import place_params
 from jaxserve.runtime.profiling import Profiler
-from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.sizing import (
     check_asked_sizes,
     check_workspace,
@@ -54,6 +47,7 @@ from jaxserve.runtime.sizing import (
     prefill_buckets,
     step_shapes,
 )
+from jaxserve.runtime.warmup import allocate, memory_or_refusal, warm_engine
 from jaxserve.runtime.weights import first_params
 from jaxserve.sched.outputs import EngineStats, RequestUpdate
 from jaxserve.serve.admin import engine_actions
@@ -98,60 +92,6 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: str) -> EngineCo
     )
 
 
-def warm_decode(runner: ModelRunner, shapes: StepShapes) -> None:
-    """Run every decode shape once, on empty rows."""
-    for shape in shapes.decode:
-        runner.decode(shape, np.zeros(shape.rows, np.int32)).read()
-
-
-def warm_engine(runner: ModelRunner, shapes: StepShapes, *, serving: bool = False) -> None:
-    """Run every executable once, on empty rows, so that no request pays for a first call.
-
-    The donated pool and state go through each. ``serving``: the loop runs already, which is
-    refused with BootUnsound.
-    """
-
-    def zeros_of(spec: ArraySpec) -> np.ndarray:
-        return np.zeros(spec.shape, spec.dtype)
-
-    check_warm_before_serving(serving=serving)
-    runner.permute_rows(np.full(shapes.max_num_seqs, -1, np.int32))
-    vocab_size = shapes.model.vocab_size
-    runner.write_counts(0, zeros_of(counts_spec(vocab_size)))
-    warm_decode(runner, shapes)
-    for tokens in shapes.prefill_tokens:
-        batch: PrefillBatch = jax.tree.map(
-            zeros_of,
-            prefill_batch_specs(tokens, shapes.max_num_seqs, shapes.blocks_per_row, vocab_size),
-        )
-        no_row = np.full(shapes.max_num_seqs, shapes.max_num_seqs, np.int32)
-        batch = batch._replace(rows_S=no_row, bias=None, mask_SW=None, targets_T=None)
-        runner.prefill(batch).read()
-
-
-def allocate(
-    params: Params,
-    executables: Executables,
-    shapes: StepShapes,
-    pool: KVPoolPlan,
-    *,
-    borrowed: bool = False,
-) -> ModelRunner:
-    """The runner with its pool in memory. Raises BootError where there is not enough."""
-    try:
-        runner = ModelRunner(params, executables, shapes, borrowed=borrowed)
-        runner.wait()
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        why = (str(error).splitlines() or ["out of memory"])[0][:200]
-        raise BootError(
-            f"allocating a KV pool of {format_bytes(pool.pool_bytes)} (sized by {pool.sized_by}): "
-            f"{why}; use --num-gpu-blocks-override with less than {pool.num_blocks}"
-        ) from error
-    return runner
-
-
 def build_engine(
     checkpoint: Checkpoint,
     config: EngineConfig,
@@ -190,10 +130,11 @@ def build_engine(
     size = format_bytes(weight_bytes(model, config.dtype))
     report(f"loading {checkpoint.name}: {size} of {config.dtype} weights")
     stacked = stacks_layers(platform)
-    if params is None:
-        placed = place_params(model, config.dtype, checkpoint, progress, stacked=stacked)
-    else:
-        placed = first_params(params, model, config.dtype, stacked=stacked)
+    with memory_or_refusal(f"placing {size} of weights", "a smaller model or free memory"):
+        if params is None:
+            placed = place_params(model, config.dtype, checkpoint, progress, stacked=stacked)
+        else:
+            placed = first_params(params, model, config.dtype, stacked=stacked)
     laps.lap(("weights", 1))
 
     cache = None
@@ -243,8 +184,13 @@ def build_engine(
     runner = allocate(placed, executables, shapes, pool, borrowed=borrowed)
     laps.lap(("pool", 1))
     if boot.warm and config.capture_decode:
-        report(f"warming {len(executables.all)} executables")
-        warm_engine(runner, shapes)
+        warming = f"warming {len(executables.all)} executables"
+        report(warming)
+        with memory_or_refusal(
+            f"{warming} beside a KV pool of {format_bytes(pool.pool_bytes)}",
+            f"--num-gpu-blocks-override with less than {pool.num_blocks}",
+        ):
+            warm_engine(runner, shapes)
     laps.lap(("warm", 1))
 
     def decode_shape(rows: int, width: int) -> DecodeShape:

@@ -13,19 +13,20 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve import boot as boot_module
-from jaxserve.boot import build_engine, warm_engine
+from jaxserve.boot import build_engine
 from jaxserve.checkpoint.load import Checkpoint
 from jaxserve.config import BootConfig, EngineConfig, SamplingParams
 from jaxserve.errors import BootError, BootUnsound, CaptureTooSmall, ConfigError, NoExecutable
 from jaxserve.plan.buckets import DecodeBuckets, DecodeShape, PrefillBuckets
 from jaxserve.plan.capture import plan_capture
 from jaxserve.runtime import booted as booted_module
-from jaxserve.runtime import sizing
+from jaxserve.runtime import sizing, warmup
 from jaxserve.runtime.compile_cache import CompileCache
 from jaxserve.runtime.compiler import StepCompiler
 from jaxserve.runtime.engine import Engine
 from jaxserve.runtime.executables import Built, record
 from jaxserve.runtime.laps import boot_seconds_line
+from jaxserve.runtime.warmup import warm_engine
 from tests.golden.weights import draw_tensors
 from tests.models import TINY
 
@@ -341,8 +342,27 @@ def test_a_pool_that_cannot_be_allocated_ends_the_boot_in_one_line(boot_again, m
     def full(*given, **options):
         raise error
 
-    monkeypatch.setattr(boot_module, "ModelRunner", full)
+    monkeypatch.setattr(warmup, "ModelRunner", full)
     with pytest.raises(BootError, match=r"allocating a KV pool of .*--num-gpu-blocks") as refused:
+        boot_again()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("phase", "told"),
+    [
+        ("place_params", r"placing .* of weights: .*; use a smaller model"),
+        ("warm_engine", r"warming 5 executables beside a KV pool of .*--num-gpu-blocks"),
+    ],
+)
+def test_a_device_that_fills_up_later_ends_the_boot_in_one_line_too(
+    boot_again, monkeypatch, phase, told
+):
+    def full(*given, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9\nmore")
+
+    monkeypatch.setattr(boot_module, phase, full)
+    with pytest.raises(BootError, match=told) as refused:
         boot_again()
     assert "\n" not in str(refused.value)
 
@@ -353,7 +373,7 @@ def test_another_fault_while_the_pool_is_allocated_is_not_taken_for_a_full_memor
     def broken(*given, **options):
         raise jax.errors.JaxRuntimeError("INTERNAL: broken")
 
-    monkeypatch.setattr(boot_module, "ModelRunner", broken)
+    monkeypatch.setattr(warmup, "ModelRunner", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         boot_again()
 
