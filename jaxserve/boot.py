@@ -263,7 +263,7 @@ def build_app(
         add_bos=bundle.add_bos,
     )
     names = server.served_model_names or (checkpoint.name,)
-    serving = serve_engine(booted, text, names, server, on_death, log)
+    serving = serve_engine(booted, text, names, server, on_death, log, root=checkpoint.name)
     laps.lap(("app", 1))
     report(boot_seconds_line(laps.seconds))
     return serving
@@ -276,8 +276,13 @@ def serve_engine(
     server: ServerSettings,
     on_death: Callable[[BaseException], None],
     log: Log,
+    *,
+    root: str,
 ) -> Serving:
-    """The bridge and the routes over a warm engine; the engine's thread starts here."""
+    """The bridge and the routes over a warm engine; the engine's thread starts here.
+
+    The engine answers to ``names``; ``root`` is its checkpoint's.
+    """
     max_model_len = booted.config.max_model_len
     metrics = Metrics(
         names[0],
@@ -317,6 +322,7 @@ def serve_engine(
             ),
             metrics=metrics,
             served_names=names,
+            root=root,
             max_model_len=max_model_len,
             version=__version__,
             boot_info=lambda: booted.info(engine.stats()),

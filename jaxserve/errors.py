@@ -15,7 +15,7 @@ JaxserveError
 │   ├── QueueFull                 429
 │   ├── RequestTimeout            504: it ran longer than a request may
 │   ├── RequestFailed             500: it met a fault that is its own alone
-│   └── NotReady                  503: starting or stopping
+│   └── NotReady                  503: starting, asleep or stopping
 └── EngineError                   a fault of ours
     ├── IllegalTransition         a request was moved to a state it cannot reach
     ├── AuditFailed               the books of pool, rows and requests do not balance
@@ -107,7 +107,7 @@ class RequestFailed(RequestRefused):
 
 
 class NotReady(RequestRefused):
-    """The server is starting or stopping."""
+    """The server is starting, asleep or stopping."""
 
     status = 503
     type = "service_unavailable_error"

@@ -296,6 +296,7 @@ def app_parts(scripted: ScriptedEngine, **changes: Any) -> AppParts:
         "grammars": Grammars(text, vocab_size=scripted.vocab_size, eos_token_ids=(2,)),
         "metrics": metrics,
         "served_names": ("tiny", "tiny-alias"),
+        "root": "owner/tiny",
         "max_model_len": scripted.max_model_len,
         "version": "0.0.test",
         "boot_info": lambda: {"capture": {"count": 3}},

@@ -38,7 +38,7 @@ def tiny_server(max_queued_requests: int = 62) -> Iterator[str]:
     llm, _ = tiny_llm()
     server = ServerSettings(max_queued_requests=max_queued_requests)
     deaths: list[BaseException] = []
-    serving = serve_engine(llm.engine, TEXT, ("tiny",), server, deaths.append, no_log)
+    serving = serve_engine(llm.engine, TEXT, ("tiny",), server, deaths.append, no_log, root="tiny")
     with served(serving.app) as url:
         yield url
     asyncio.run(asyncio.wait_for(serving.engine.shutdown(10.0), 30))

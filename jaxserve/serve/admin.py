@@ -84,7 +84,7 @@ def check_local(request: Request) -> None:
 
 
 class SleepArguments(NoArguments):
-    """How deep, and whether requests are kept for later or refused."""
+    """How deep, and whether requests that run are kept for later, or a reason not to sleep."""
 
     level: int = Field(1, ge=1, le=2)  # a query holds text, of which no Literal of int is made
     requests: Literal["keep", "refuse"] = "keep"

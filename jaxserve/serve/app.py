@@ -57,6 +57,7 @@ _BODIES: Mapping[str, type[BaseModel]] = {
 class AppParts:
     """What the routes stand on. ``served_names[0]`` is the name given where none was asked.
 
+    ``root`` is the checkpoint that the names stand for, as the operator named it.
     ``boot_info`` is added to /health. ``max_body_bytes`` bounds a request's body. Web pages of
     ``allowed_origins`` may call ("*": of all). ``admin`` actions become routes of their own.
     ``log`` gets a line a request, with ``log_probes`` also of probes.
@@ -69,6 +70,7 @@ class AppParts:
     grammars: Grammars
     metrics: Metrics
     served_names: tuple[str, ...]
+    root: str
     max_model_len: int
     version: str
     boot_info: Callable[[], Mapping[str, Any]] = dict
@@ -131,7 +133,14 @@ def _add_routes(app: FastAPI, routes: _Routes) -> None:
     status = {"description": "Its state.", "content": {"application/json": {"schema": {}}}}
     app.get("/", response_class=HTMLResponse)(routes.page)
     app.get("/health", responses={200: status, 503: status})(routes.health)
+    app.get(
+        "/ping",
+        response_class=Response,
+        responses={200: {"description": "It is alive."}, 503: {"description": "It is not."}},
+    )(routes.ping)
     app.get("/ready", responses={200: status, 503: status})(routes.ready)
+    sleeping = openapi.record(is_sleeping={"type": "boolean"})
+    app.get("/is_sleeping", responses=openapi.answers(sleeping))(routes.is_sleeping)
     text = {"text/plain": {"schema": {"type": "string"}}}
     app.get("/metrics", response_class=Response, responses={200: {"content": text}})(routes.metrics)
     app.get("/version", responses=openapi.answers(openapi.record(version=openapi.STRING)))(
@@ -279,6 +288,14 @@ class _Routes:
         }
         return JSONResponse({**self._parts.boot_info(), **status}, 200 if engine.alive else 503)
 
+    async def ping(self) -> Response:
+        """/health without a body."""
+        return Response(status_code=200 if self._parts.engine.alive else 503)
+
+    async def is_sleeping(self) -> Response:
+        """Whether the device's memory was given back, by /sleep."""
+        return JSONResponse({"is_sleeping": self._parts.engine.stats().asleep})
+
     async def ready(self) -> Response:
         """200 while requests are taken, 503 otherwise."""
         engine = self._parts.engine
@@ -321,6 +338,8 @@ class _Routes:
             "object": "model",
             "created": self._created,
             "owned_by": "jaxserve",
+            "root": self._parts.root,
+            "parent": None,
             "max_model_len": self._parts.max_model_len,
         }
 

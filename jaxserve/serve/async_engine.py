@@ -96,7 +96,7 @@ class AsyncEngine:
         """Hands a request to the engine and returns its updates once the engine took it.
 
         ``request_id`` must be new; the options are the engine's. Raises what Engine.add_request
-        raises, QueueFull, NotReady while stopping, RequestTimeout, EngineDead.
+        raises, QueueFull, NotReady while stopping or asleep, RequestTimeout, EngineDead.
         """
         stream = RequestStream(request_id, self.abort)
         with self._gate:
@@ -128,9 +128,16 @@ class AsyncEngine:
         its turn leaves it unrun. Raises NotReady while stopping, EngineDead.
         """
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run(engine: Engine) -> T:
+            try:
+                return function(engine)
+            finally:
+                self._stats = engine.stats()  # who has the result finds the engine as it left it
+
         with self._gate:
             self._check_open()
-            self._inbox.put(Call(function, result))
+            self._inbox.put(Call(run, result))
         return await asyncio.wrap_future(result)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -209,11 +216,17 @@ class AsyncEngine:
 
     def _check_room(self) -> None:
         self._check_open()
+        self._check_awake()
         if self._open >= self._max_requests:
             raise QueueFull(
                 f"{self._open} requests are running or waiting, of at most "
                 f"{self._max_requests} (--max-num-seqs + --max-queued-requests)"
             )
+
+    def _check_awake(self) -> None:
+        # What would wait for a wake-up that may never come is better sent to another server.
+        if self._stats.asleep:
+            raise NotReady("the server sleeps and takes no requests: wake it with POST /wake_up")
 
     # What the engine thread does.
 
@@ -291,6 +304,7 @@ class AsyncEngine:
     def _add(self, message: Add) -> Item:
         request_id = message.stream.request_id
         try:
+            self._check_awake()
             self._engine.add_request(
                 request_id, message.prompt_token_ids, message.params, **message.options
             )

@@ -80,22 +80,28 @@ class Call:
         answer = self.answer
         choices = self._no_choices()
         unopened = set(range(self._num_choices))
+
+        def counted(chunk: bytes) -> bytes:
+            if not answer.options.continuous_usage:
+                return chunk
+            return answer.with_usage(chunk, self._usage(choices))
+
         try:
             async with self._deltas() as deltas:
                 for index, choice in enumerate(choices):
                     if first := answer.first(index, choice.prompt):
-                        yield first
+                        yield counted(first)
                 async for delta in deltas:
                     index, choice = delta.index, choices[delta.index]
                     _count(choice, delta)
                     if index in unopened:
                         unopened.remove(index)
                         if echo := answer.echo(index, choice):
-                            yield echo
+                            yield counted(echo)
                     if delta.text or delta.tokens:
-                        yield answer.text(index, delta.text, delta.tokens)
+                        yield counted(answer.text(index, delta.text, delta.tokens))
                     if delta.finish_reason is not None:
-                        yield answer.finish(index, delta.finish_reason)
+                        yield counted(answer.finish(index, delta.finish_reason))
             if answer.options.include_usage:
                 yield answer.usage(self._usage(choices))
         except (RequestRefused, EngineError) as error:

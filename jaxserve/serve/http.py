@@ -20,7 +20,7 @@ from jaxserve.serve.responses import error_body
 
 T = TypeVar("T")
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/is_sleeping", "/metrics", "/version"})
 
 
 class BodyTooLarge(RequestRefused):

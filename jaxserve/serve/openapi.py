@@ -22,7 +22,7 @@ _WHY = {
     413: "The body is too large.",
     429: "The queue is full.",
     500: "The engine failed.",
-    503: "Starting, stopping, paused or dead.",
+    503: "Starting, stopping, paused, asleep or dead.",
     504: "It took longer than a request may.",
 }
 
@@ -64,7 +64,13 @@ STRING = {"type": "string"}
 INTEGER = {"type": "integer"}
 USAGE = record(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER)
 MODEL = record(
-    id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len=INTEGER
+    id=STRING,
+    object={"const": "model"},
+    created=INTEGER,
+    owned_by=STRING,
+    root=STRING,
+    parent={"type": "null"},
+    max_model_len=INTEGER,
 )
 
 

@@ -18,9 +18,19 @@ _NO_TOOLS = ([],)
 
 
 class StreamOptions(Record):
-    """What a stream carries besides the text."""
+    """What a stream carries besides the text: its usage at the end, or so far in every chunk."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _counts_are_of_a_usage(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise InvalidRequest(
+                "stream_options.continuous_usage_stats: only with include_usage=true",
+                "stream_options",
+            )
+        return self
 
 
 class Generation(Record):
@@ -162,6 +172,7 @@ class Generation(Record):
         options = self.stream_options
         return AnswerOptions(
             include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
             return_token_ids=self.return_token_ids,
@@ -232,11 +243,12 @@ class TextPart(Record):
 
 
 class ChatMessage(Record):
-    """One message of a conversation; text only."""
+    """One message of a conversation; text only, as ``type`` may say (lm-eval sends it)."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+    type: Literal["text"] = "text"
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it: text parts are lines of one string."""

@@ -18,7 +18,7 @@ from jaxserve.serve.logs import Log
 _RECORD = "jaxserve.record"
 _SANE_ID = re.compile(r"[!-~]{1,256}")
 # What probes and scrapers ask every few seconds is logged when debugging only.
-_PROBES = frozenset({"/health", "/ready", "/metrics"})
+_PROBES = frozenset({"/health", "/ping", "/ready", "/is_sleeping", "/metrics"})
 
 
 @dataclass(slots=True)

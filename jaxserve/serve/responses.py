@@ -17,6 +17,7 @@ from jaxserve.serve.logprobs import (
 )
 
 DONE = b"data: [DONE]\n\n"
+_NO_USAGE = ',"usage":null}\n\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,11 @@ class AnswerOptions:
     """What an answer shows besides its text.
 
     ``logprobs`` and ``prompt_logprobs`` are the likeliest tokens shown beside each, None: nothing.
+    ``continuous_usage``: chunks carry the usage so far.
     """
 
     include_usage: bool = False
+    continuous_usage: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
@@ -112,6 +115,7 @@ class Answer(Protocol):
     def text(self, index: int, text: str, tokens: Sequence[ShownToken]) -> bytes: ...
     def finish(self, index: int, reason: str) -> bytes: ...
     def usage(self, usage: dict[str, Any]) -> bytes: ...
+    def with_usage(self, chunk: bytes, usage: dict[str, Any]) -> bytes: ...
 
 
 class _Answer:
@@ -129,10 +133,14 @@ class _Answer:
         self._fields = envelope._asdict()
         head = _dumps({**self._fields, "object": self.chunk_object})
         self._head = f'data: {head[:-1]},"choices":['
-        self._tail = '],"usage":null}\n\n' if options.include_usage else "]}\n\n"
+        self._tail = _NO_USAGE if options.include_usage else "}\n\n"
 
     def _chunk(self, choice: str, extra: str = "") -> bytes:
-        return f"{self._head}{choice}{self._tail[:1]}{extra}{self._tail[1:]}".encode()
+        return f"{self._head}{choice}]{extra}{self._tail}".encode()
+
+    def with_usage(self, chunk: bytes, usage: dict[str, Any]) -> bytes:
+        """A chunk of a stream that was asked for its usage, with this in the place of null."""
+        return chunk.removesuffix(_NO_USAGE.encode()) + f',"usage":{_dumps(usage)}}}\n\n'.encode()
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The last chunk of a stream that was asked for its usage."""

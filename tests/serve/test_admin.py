@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
+from collections.abc import Callable
 
 import httpx
 import pytest
 
+from jaxserve.config import SamplingParams
 from jaxserve.serve.admin import engine_actions
 from jaxserve.serve.app import create_app
 from jaxserve.serve.async_engine import AsyncEngine
+from tests.engine_harness import build, expected
+from tests.fakes import FakeRunner
 from tests.serve_fakes import ScriptedEngine, app_parts
 
 NAMES = (
@@ -46,6 +52,13 @@ class Resettable(ScriptedEngine):
 @contextlib.asynccontextmanager
 async def admin_client(address: str = "127.0.0.1", weights_directory=None, **changes):
     engine = Resettable(script=[5])
+    async with app_over(engine, address, weights_directory, **changes) as client:
+        yield client, engine
+
+
+@contextlib.asynccontextmanager
+async def app_over(engine, address: str = "127.0.0.1", weights_directory=None, **changes):
+    """A client of all routes over any engine."""
     bridge = AsyncEngine(engine, max_requests=64)
     actions = engine_actions(
         bridge,
@@ -54,10 +67,12 @@ async def admin_client(address: str = "127.0.0.1", weights_directory=None, **cha
         read_weights=lambda path: f"weights of {path.name}",
         weights_directory=weights_directory,
     )
-    app = create_app(app_parts(engine, engine=bridge, admin=actions, **changes))
+    shape = ScriptedEngine(script=[5], max_model_len=engine.max_model_len)
+    parts = app_parts(shape, engine=bridge, admin=actions, **changes)
+    app = create_app(parts)
     transport = httpx.ASGITransport(app, client=(address, 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
-        yield client, engine
+        yield client
     await bridge.shutdown(0.0)
 
 
@@ -160,6 +175,67 @@ async def test_a_server_sleeps_as_deep_as_it_is_told_and_wakes():
             said = await client.post(f"/sleep?level={level}")
             assert (said.status_code, said.json()["error"]["param"]) == (400, "level")
             assert engine.asleep is None
+
+
+class Device(FakeRunner):
+    def sleep(self, *, weights: bool) -> None:
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
+
+
+class Gated:
+    """The real engine over the fake device; each step waits for a permit."""
+
+    max_model_len = 512
+
+    def __init__(self) -> None:
+        self.inner, _ = build(Device, max_model_len=self.max_model_len)
+        self.gate = threading.Semaphore(0)
+        self.begun = self.let = 0
+
+    def step(self):
+        self.begun += 1
+        self.gate.acquire()
+        return self.inner.step()
+
+    async def let_steps_until(self, condition: Callable[[], bool]) -> None:
+        """Lets one step end after the other; what is asked is read between two."""
+        while not condition():
+            if self.begun > self.let:
+                self.let += 1
+                self.gate.release()
+            await asyncio.sleep(0.001)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+async def test_a_sleeping_server_refuses_requests_and_goes_on_with_those_it_has_when_it_wakes():
+    engine = Gated()
+    call = {"prompt": [1, 2], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    async with app_over(engine) as client:
+        asked = client.post("/v1/completions", json={**call, "return_token_ids": True})
+        running = asyncio.create_task(asked)
+        await engine.let_steps_until(lambda: engine.let == 3)
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
+        order = asyncio.create_task(client.post("/sleep"))
+        await engine.let_steps_until(order.done)
+        assert order.result().json() == {"status": "asleep", "level": 1}
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        assert (await client.get("/ready")).json() == {"status": "asleep"}
+        for options in ({}, {"stream": True}, {"n": 2}):
+            reply = await client.post("/v1/completions", json={**call, **options})
+            assert reply.status_code == 503
+            assert reply.headers["retry-after"] == "1"
+            assert "POST /wake_up" in reply.json()["error"]["message"]
+        assert not running.done()
+        engine.gate.release(10_000)
+        assert (await client.post("/wake_up")).json() == {"status": "awake"}
+        ids = (await running).json()["choices"][0]["token_ids"]
+        params = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+        assert ids == expected([1, 2], params, 512)[0]
 
 
 async def test_weights_come_from_inside_the_allowed_directory_alone(tmp_path):

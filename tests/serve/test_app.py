@@ -114,6 +114,34 @@ async def test_usage_comes_once_in_a_last_chunk_without_choices(path):
     assert chunks[-1]["object"] == chunks[0]["object"]
 
 
+@pytest.mark.parametrize("more", [{}, {"n": 2, "logprobs": 1, "return_token_ids": True}])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_every_chunk_carries_the_usage_so_far_where_it_is_asked_for(path, more):
+    call = {"messages": HELLO, "max_tokens": 12} if "chat" in path else {"prompt": "fox"}
+    if "chat" in path and more:
+        more = {**more, "logprobs": True}
+    usage = {"include_usage": True}
+    async with client_of(engine_saying()) as client:
+        plain, counted = [
+            events_of((await client.post(path, json={**call, **more, **options})).text)
+            for options in (
+                {"stream": True, "stream_options": usage},
+                {"stream": True, "stream_options": {**usage, "continuous_usage_stats": True}},
+            )
+        ]
+
+    def but_for_the_usage(chunks: list[dict]) -> list[str]:  # choices come in any order
+        return sorted(json.dumps(chunk | {"id": "", "usage": None}) for chunk in chunks)
+
+    assert but_for_the_usage(counted) == but_for_the_usage(plain)
+    assert counted[-1]["usage"] == plain[-1]["usage"]
+    so_far = [chunk["usage"]["completion_tokens"] for chunk in counted]
+    assert so_far == sorted(so_far)
+    assert so_far[0] <= 1 < so_far[-1]
+    totals = {chunk["usage"]["total_tokens"] - n for chunk, n in zip(counted, so_far, strict=True)}
+    assert totals == {plain[-1]["usage"]["prompt_tokens"]}
+
+
 @given(
     ids=st.lists(st.integers(3, TOKENIZER.get_vocab_size() - 1), min_size=1, max_size=30),
     stop=st.lists(st.text("abtheox \ufffd", min_size=1, max_size=3), max_size=2),
@@ -330,17 +358,20 @@ async def test_an_engine_that_dies_ends_calls_with_a_500_streams_with_an_error_a
         engine.gate.release(10)
         reply, streamed = await asyncio.gather(unary, stream)
         health, ready = await client.get("/health"), await client.get("/ready")
+        ping = await client.get("/ping")
         after = await client.post("/v1/completions", json=call)
     assert reply.status_code == after.status_code == 500
     assert reply.json()["error"]["type"] == "server_error"
     assert events_of(streamed.text)[-1]["error"]["type"] == "server_error"
     assert "secret" not in reply.text + streamed.text + after.text
-    assert (health.status_code, ready.status_code) == (503, 503)
+    assert (health.status_code, ready.status_code, ping.status_code) == (503, 503, 503)
 
 
 async def test_health_says_alive_with_the_boot_decision_and_ready_says_ready():
     async with client_of(engine_saying()) as client:
         health, ready = await client.get("/health"), await client.get("/ready")
+        ping = await client.get("/ping")
+    assert (ping.status_code, ping.content) == (200, b"")
     assert health.status_code == ready.status_code == 200
     assert health.json()["status"] == "alive"
     assert health.json()["capture"] == {"count": 3}
@@ -356,6 +387,7 @@ async def test_models_version_and_the_tokenizer_can_be_asked():
         ]
         for card in cards:
             assert (await client.get(f"/v1/models/{card['id']}")).json() == card
+            assert (card["root"], card["parent"]) == ("owner/tiny", None)
         assert (await client.get("/version")).json() == {"version": "0.0.test"}
         tokens = (await client.post("/tokenize", json={"prompt": ANSWER})).json()
         assert tokens == {
@@ -391,7 +423,7 @@ async def test_api_keys_guard_everything_but_probes(header, status):
         assert reply.status_code == status
         if status == 401:
             assert reply.json()["error"]["code"] == "invalid_api_key"
-        for path in ("/health", "/ready", "/metrics", "/version"):
+        for path in ("/health", "/ping", "/ready", "/is_sleeping", "/metrics", "/version"):
             assert (await client.get(path)).status_code == 200
 
 

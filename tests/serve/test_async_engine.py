@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -368,6 +369,34 @@ async def test_a_request_that_leaves_or_runs_out_of_time_during_a_pause_never_ru
         await bridged.resume()
         await until(lambda: bridged.num_open == 0)
     assert engine.seen == []
+
+
+class Sleeper(ScriptedEngine):
+    asleep = False
+
+    def stats(self):
+        return replace(super().stats(), asleep=self.asleep)
+
+
+async def test_what_is_asked_of_a_sleeping_engine_is_refused_also_right_behind_the_order():
+    engine = Sleeper(script=[7], gate=threading.Semaphore(0))
+    async with bridge(engine) as bridged:
+        running = await bridged.add_request("running", [1], TEN)
+        await until(engine.step_started.is_set)
+        ordering = asyncio.create_task(bridged.call(lambda engine: setattr(engine, "asleep", True)))
+        behind = asyncio.create_task(bridged.add_request("behind", [1], TEN))
+        await asyncio.sleep(0)  # both are in the inbox
+        engine.gate.release()
+        await ordering
+        assert bridged.stats().asleep
+        with pytest.raises(NotReady, match="POST /wake_up"):
+            await behind
+        with pytest.raises(NotReady, match="POST /wake_up"):
+            await bridged.add_request("later", [1], TEN)
+        engine.asleep = False
+        engine.gate.release(100)
+        assert await tokens_of(running) == [7] * 10
+        assert len(engine.seen) == 1
 
 
 async def test_a_shutdown_ends_a_pause_so_that_what_it_froze_may_finish():

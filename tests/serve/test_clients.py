@@ -218,6 +218,70 @@ def test_an_evaluation_harness_reads_the_models_own_loglikelihoods(url):
         assert without["logprobs"]["token_logprobs"][1:] == pytest.approx(values[1:], abs=2e-4)
 
 
+# What other projects' scripts send, field by field: lm-eval's local clients, vLLM's bench and its
+# examples. Each is answered as it is.
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+EVERY_USAGE = {"stream": True, "stream_options": {**USAGE["stream_options"]}}
+EVERY_USAGE["stream_options"]["continuous_usage_stats"] = True
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "the quick"}]}]
+SENT = {
+    "lm-eval generates": {
+        **{"prompt": [[50, 60, 70]], "model": "tiny", "max_tokens": 8, "temperature": 0},
+        **{"stop": ["\n\n", "."], "seed": 1234},
+    },
+    "lm-eval chats": {
+        "messages": [{"role": "user", "content": "the quick", "type": "text"}],
+        **{"model": "tiny", "max_tokens": 8, "temperature": 0, "stop": ["\n"], "seed": 1234},
+    },
+    "vllm bench completes": {
+        **{"model": "tiny", "prompt": "the quick", "repetition_penalty": 1.0, "max_tokens": 8},
+        **{"logprobs": None, **USAGE, "ignore_eos": True, "temperature": 0.0, "top_p": 1.0},
+    },
+    "an older vllm bench completes": {
+        **{"model": "tiny", "prompt": "the quick", "temperature": 0.0, "best_of": 1},
+        **{"max_tokens": 8, "logprobs": None, **EVERY_USAGE, "ignore_eos": True},
+    },
+    "vllm bench chats": {
+        **{"model": "tiny", "messages": PARTS, "max_completion_tokens": 8},
+        **{**EVERY_USAGE, "ignore_eos": True, "temperature": 0.0},
+    },
+    "vllm's completion example": {
+        **{"model": "tiny", "prompt": "A robot may not", "echo": False, "n": 2},
+        **{"stream": True, "logprobs": 3},
+    },
+    "vllm's chat page example": {
+        **{"model": "tiny", "messages": HELLO, "temperature": 0.8, "stream": True},
+        **{"max_tokens": 8, "repetition_penalty": 1, "stop_token_ids": []},
+    },
+}
+
+
+@pytest.mark.parametrize("script", SENT)
+def test_what_the_scripts_of_other_projects_send_is_answered(url, script):
+    body = SENT[script]
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    reply = httpx.post(url + path, json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    if not body.get("stream"):
+        assert len(reply.json()["choices"]) == 1
+        return
+    frames = reply.text.split("\n\n")
+    assert frames[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+    assert {c["index"] for chunk in chunks for c in chunk["choices"]} == set(
+        range(body.get("n", 1))
+    )
+    if "stream_options" in body:
+        assert chunks[-1]["usage"]["completion_tokens"] == 8
+        every = "continuous_usage_stats" in body["stream_options"]
+        assert all((chunk["usage"] is not None) == every for chunk in chunks[:-1])
+
+
+def test_a_bench_that_is_told_no_model_finds_one_and_its_checkpoint(url):
+    card = httpx.get(f"{url}/v1/models").json()["data"][0]
+    assert (card["id"], card["root"]) == ("tiny", "tiny")
+
+
 def test_langchain_chats_streams_and_reads_what_an_answer_cost(url):
     chat = ChatOpenAI(
         model="tiny",

@@ -36,6 +36,7 @@ async def client_of(num_blocks: int):
             grammars=Grammars(text, vocab_size=VOCAB, eos_token_ids=(EOS,)),
             metrics=metrics,
             served_names=("tiny",),
+            root="tiny",
             max_model_len=64,
             version="0",
         )

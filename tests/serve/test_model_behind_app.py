@@ -48,6 +48,7 @@ def answers(booted, *calls: dict[str, Any], path: str = "/v1/completions") -> li
             grammars=Grammars(TEXT, vocab_size=MODEL.vocab_size, eos_token_ids=(2,)),
             metrics=metrics,
             served_names=("tiny",),
+            root="tiny",
             max_model_len=128,
             version="0",
             enable_prompt_tokens_details=True,

@@ -199,6 +199,11 @@ def test_a_prompt_is_a_text_or_ids_or_a_list_of_either(prompt, prompts):
         ({"logprobs": True}, "logprobs", "valid integer"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "prompt_logprobs=-1"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "without stream"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options",
+            "only with include_usage",
+        ),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
         ({"priority": 1}, "priority", "priority=1"),
@@ -271,6 +276,7 @@ def test_fields_that_change_nothing_pass(fields):
     [
         ({"role": "user"}, r"messages\[0\]\.content: is required"),
         ({"role": "tool", "content": "x"}, r"messages\[0\]\.role"),
+        ({"role": "user", "content": "x", "type": "image"}, r"messages\[0\]\.type"),
         ({"role": "user", "content": 5}, r"messages\[0\]\.content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\[0\]\.content\[0\]"),
         ({"role": "user", "content": "x", "tool_calls": [1]}, r"messages\[0\]\.tool_calls"),
@@ -293,7 +299,7 @@ def test_an_answer_can_be_sent_back_as_the_client_got_it():
 
 def test_text_parts_are_lines_of_one_text():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    message = {"role": "user", "content": parts, "name": "bo"}
+    message = {"role": "user", "content": parts, "name": "bo", "type": "text"}
     assert chat(messages=[message]).messages[0].for_template() == {
         "role": "user",
         "content": "a\nb",
