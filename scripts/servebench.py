@@ -2,7 +2,9 @@
 
 python scripts/servebench.py [flags] [flags of serve.py]
 python scripts/servebench.py --url http://host:port [flags]
+python scripts/servebench.py --minutes N [--streams N] [flags of soak.py]
 
+With --minutes it is soak.py: a mixed load on a full server, which must keep count of everything.
 Without --url it starts one server after another, each in a process of its own:
 
 * exact: every shape is compiled when it is first met (serve.py --no-cuda-graphs);
@@ -20,14 +22,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import httpx
-import numpy as np
+import soak
+from figures import percentile, write_csv
 from load_client import BenchError, Load, Outcome, run_load
 from server_process import ServerDied, serving
 from tqdm import tqdm
@@ -82,16 +84,6 @@ class Result:
         )
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest ranks, as vLLM's bench has it. Raises BenchError if empty."""
-    if not values:
-        raise BenchError(
-            "no two pieces of text came from any one client: no latency to report, ask for more "
-            "--max-tokens"
-        )
-    return float(np.percentile(values, percent))
-
-
 def summarise(arm: str, load: Load, outcome: Outcome, ready_s: float | None) -> Result:
     """The percentiles over all clients: of their first waits, and of all their gaps together."""
     first = [client.ttft_s for client in outcome.clients]
@@ -140,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", help="measure this running server instead")
     parser.add_argument("--arms", default=",".join(ARMS), help="which servers to start, and when")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the figures here")
+    parser.add_argument("--minutes", type=float, help="soak a server for so long: see soak.py")
     return parser
 
 
@@ -147,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, write the CSV asked for; returns the exit code."""
     parser = _parser()
     args, flags = parser.parse_known_args(argv)
+    if args.minutes is not None:
+        return soak.main(argv)
     load = Load(**{field.name: getattr(args, field.name) for field in fields(Load)})
     if min(load.requests, load.concurrency, load.prompt_tokens, load.max_tokens) < 1:
         parser.error("--requests, --concurrency, --prompt-tokens, --max-tokens: at least 1")
@@ -173,10 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(format_table(HEADER, [result.row() for result in results]))
     if args.csv is not None:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [f.name for f in fields(Result)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(asdict(result) for result in results)
+        write_csv(args.csv, results)
     return 0
 
 

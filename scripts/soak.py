@@ -9,23 +9,23 @@ requests under way are answered to their end. What is checked, and ends the run 
 
 * no request fails, and every stream's tokens are those of its usage;
 * the server counts the tokens and the requests that the clients saw;
-* nothing is compiled, no block stays taken, and the process does not grow after its first third.
+* nothing is compiled, every block is free a second after the last answer, and the process does not
+  grow after its first third.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from figures import percentile, write_csv
 from load_client import BenchError
-from servebench import percentile
 from server_process import ServerDied, serving
 from soak_client import KINDS, Tally, soak
 
@@ -193,10 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(format_table(HEADER, [line.row() for line in lines]))
     if args.csv is not None:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [f.name for f in fields(Line)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(asdict(line) for line in lines)
+        write_csv(args.csv, lines)
     return 0
 
 

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 from load_client import PASSAGE, BenchError, counter, events
 
-_IDLE_S = 10.0
+_IDLE_S = 1.0  # after the last answer, for every block to be free
 _REGEX = "(red|green|blue) [0-9]{1,3}"
 _SCHEMA = {
     "type": "object",

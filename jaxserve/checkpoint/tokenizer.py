@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from jaxserve.errors import CheckpointError
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+# Some faults show only with a text, and this has what few vocabularies know.
+_ANY_TEXT = "a 0\t\0é你\U0010ffff"
 # The names transformers gives to a chat template.
 SPECIAL_NAMES = (
     "bos_token",
@@ -68,10 +71,8 @@ def load_hf_tokenizer(directory: Path) -> TokenizerBundle | None:
                 "transformers (it writes one), or pass --tokenizer"
             )
         return None
-    try:
+    with _faults_of(path):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config_path = directory / TOKENIZER_CONFIG
@@ -79,13 +80,27 @@ def load_hf_tokenizer(directory: Path) -> TokenizerBundle | None:
     values = Values(config, str(config_path))
     special_tokens = _special_tokens(values)
     bos_id = tokenizer.token_to_id(special_tokens.get("bos_token", ""))
-    added = tokenizer.encode("").ids  # what the post-processor puts around a text
+    with _faults_of(path):
+        added = tokenizer.encode("").ids  # what the post-processor puts around a text
+        tokenizer.encode(_ANY_TEXT)
     return TokenizerBundle(
         tokenizer=tokenizer,
         chat_template=_chat_template(directory, values),
         special_tokens=special_tokens,
         add_bos=values.flag("add_bos_token", bos_id is not None and added[:1] == [bos_id]),
     )
+
+
+@contextlib.contextmanager
+def _faults_of(path: Path) -> Iterator[None]:
+    """Whatever the library raises as a CheckpointError: bare Exceptions, and its panics no less."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        said = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path}: {said or type(error).__name__}") from error
 
 
 def _special_tokens(values: Values) -> dict[str, str]:
@@ -113,8 +128,8 @@ def _chat_template(directory: Path, values: Values) -> str | None:
             raise CheckpointError(f"{path}: {error}") from error
     template = values.raw.get("chat_template")
     if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
+        named = (t for t in template if isinstance(t, dict) and t.get("name") == "default")
+        template = next((t.get("template") for t in named), None)
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{values.file}: chat_template={short(template)}, must be a string")
     return template

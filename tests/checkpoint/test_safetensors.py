@@ -7,11 +7,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint import load_checkpoint
 from jaxserve.checkpoint.tensors import expected_shapes
-from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.errors import BootError, CheckpointError, UnsupportedModel
 from tests.golden.weights import (
     FAMILIES,
     draw_tensors,
@@ -21,6 +23,7 @@ from tests.golden.weights import (
     weights_sha256,
     write_checkpoint,
 )
+from tests.mutations import mutated
 
 FAMILY = "llama_tied"
 INDEX = "model.safetensors.index.json"
@@ -198,3 +201,64 @@ def test_a_directory_with_pickled_weights_only_is_told_why(model):
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*read from safetensors"):
         load_checkpoint(str(model))
+
+
+# Hostile files: one clear error or the model, and nothing else.
+
+
+def load_or_refuse(model: Path) -> None:
+    refusal = ""
+    try:
+        tensors = load_checkpoint(str(model)).tensors
+        assert tensors is not None
+        assert tensors.get(NORM).shape == tensors.shapes[NORM]
+    except BootError as error:
+        refusal = str(error)
+    assert "\n" not in refusal
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory) -> tuple[Path, dict[str, str], bytes]:
+    """A directory of two shards, its weight map, and the bytes of the first shard."""
+    directory = write_checkpoint(tmp_path_factory.mktemp("hostile") / "model", FAMILY)
+    weight_map = shard(directory)
+    return directory, weight_map, (directory / sorted(set(weight_map.values()))[0]).read_bytes()
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_any_one_change_of_the_json_beside_the_weights_is_refused_or_harmless(sharded, data):
+    directory, weight_map, _ = sharded
+    config = json.loads((directory / "config.json").read_text())
+    documents = {
+        INDEX: {"metadata": {"total_size": 1}, "weight_map": weight_map},
+        "generation_config.json": {"eos_token_id": [5, 6], "temperature": 0.6, "_from": {"a": [1]}},
+        "config.json": config,
+    }
+    name = data.draw(st.sampled_from(list(documents)))
+    (directory / name).write_text(json.dumps(data.draw(mutated(documents[name]))))
+    try:
+        load_or_refuse(directory)
+    finally:
+        write_index(directory, weight_map)
+        (directory / "generation_config.json").unlink(missing_ok=True)
+        (directory / "config.json").write_text(json.dumps(config))
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_any_one_change_of_a_files_header_is_refused_or_harmless(sharded, data):
+    directory, weight_map, whole = sharded
+    (length,) = struct.unpack("<Q", whole[:8])
+    header, rest = whole[8 : 8 + length], whole[8 + length :]
+    if data.draw(st.booleans()):
+        changed = json.dumps(data.draw(mutated(json.loads(header)))).encode()
+    else:
+        at = data.draw(st.integers(0, length - 1))
+        changed = header[:at] + bytes([data.draw(st.integers(0, 255))]) + header[at + 1 :]
+    path = directory / sorted(set(weight_map.values()))[0]
+    path.write_bytes(struct.pack("<Q", len(changed)) + changed + rest)
+    try:
+        load_or_refuse(directory)
+    finally:
+        path.write_bytes(whole)

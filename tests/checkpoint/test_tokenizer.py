@@ -1,12 +1,13 @@
 """Tokenizers from tokenizer.json and from GGUF metadata; ids are judged by llama.cpp's."""
 
+import contextlib
 import json
 import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -14,10 +15,12 @@ from tokenizers.models import BPE
 from jaxserve.checkpoint.gguf_file import GGUFFile
 from jaxserve.checkpoint.gguf_tokenizer import load_gguf_tokenizer
 from jaxserve.checkpoint.tokenizer import TokenizerBundle, load_hf_tokenizer
-from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.errors import BootError, CheckpointError, InvalidRequest, UnsupportedModel
+from jaxserve.serve.text import Text
 from tests.demo_model import demo_path
 from tests.golden.gguf_fixture import write_gguf
 from tests.golden.weights import HERE, family_config
+from tests.mutations import mutated
 
 GOLDEN: dict[str, Any] = json.loads((HERE / "tokenizers.json").read_text())
 TEXTS: list[str] = GOLDEN["texts"]
@@ -295,3 +298,127 @@ def test_a_wrong_value_in_the_tokenizer_config_is_named(tmp_path, config, messag
     write_config(tmp_path, **config)
     with pytest.raises(CheckpointError, match=message):
         load_hf_tokenizer(tmp_path)
+
+
+# Hostile files: one clear error or a tokenizer that works, and nothing else.
+
+PARTS: dict[str, Any] = {
+    "normalizer": {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "NFC"},
+            {"type": "Prepend", "prepend": "_"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "_"},
+            {"type": "Strip", "strip_left": True, "strip_right": False},
+        ],
+    },
+    "pre_tokenizer": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {
+                "type": "Split",
+                "pattern": {"Regex": "[0-9]"},
+                "behavior": "Isolated",
+                "invert": False,
+            },
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+        ],
+    },
+    "decoder": {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "_"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ],
+    },
+    "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+    "padding": {
+        "strategy": {"Fixed": 16},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<s>",
+    },
+}
+TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
+TOKENIZER_CONFIG = {
+    "bos_token": "<s>",
+    "eos_token": {"content": "</s>", "special": True},
+    "add_bos_token": True,
+    "chat_template": [{"name": "default", "template": TEMPLATE}],
+    "model_max_length": 10**30,
+}
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory) -> dict[str, Any]:
+    """A tokenizer.json that has every part, each in its richest form."""
+    directory = tmp_path_factory.mktemp("whole")
+    save_tokenizer(directory, bos=True)
+    whole = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = dict(list(whole["model"]["vocab"].items())[:12]) | {"ab": 12}
+    whole["model"] |= {"vocab": vocabulary, "merges": [["a", "b"]], "unk_token": "<s>"}
+    whole["model"]["vocab"] |= {"a": 13, "b": 14}
+    return whole | PARTS
+
+
+def load_or_refuse(directory: Path) -> None:
+    """What a boot does with a tokenizer, and one text through it."""
+    refusal, text = "", None
+    try:
+        bundle = load(directory)
+        text = Text(
+            bundle.tokenizer,
+            chat_template=bundle.chat_template,
+            special_tokens=dict(bundle.special_tokens),
+            bos_token_id=bundle.bos_token_id,
+            add_bos=bundle.add_bos,
+        )
+    except BootError as error:
+        refusal = str(error)
+    assert "\n" not in refusal
+    if text is not None:
+        text.decode(text.encode("ab 12 é"))
+        with contextlib.suppress(InvalidRequest):  # what a template does costs its request alone
+            text.render_chat([{"role": "user", "content": "x"}])
+
+
+def test_the_tokenizer_that_is_changed_below_works(tmp_path, document):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    write_config(tmp_path, **TOKENIZER_CONFIG)
+    bundle = load(tmp_path)
+    assert (bundle.add_bos, bundle.chat_template) == (True, TEMPLATE)
+    assert encode(bundle, "ab")[-1:] == [12]
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_any_one_change_of_a_tokenizer_file_is_refused_or_harmless(
+    tmp_path_factory, document, data
+):
+    directory = tmp_path_factory.mktemp("fuzz")
+    changed = data.draw(mutated(document))
+    (directory / "tokenizer.json").write_text(json.dumps(changed))
+    load_or_refuse(directory)
+
+
+@given(config=mutated(TOKENIZER_CONFIG), at=st.integers(0, 5000), byte=st.integers(0, 255))
+@settings(max_examples=60)
+def test_any_one_change_of_what_lies_beside_a_tokenizer_is_refused_or_harmless(
+    tmp_path_factory, config, at, byte
+):
+    directory = tmp_path_factory.mktemp("fuzz")
+    save_tokenizer(directory)
+    write_config(directory, **config)
+    template = bytearray(TEMPLATE.encode())
+    template[at % len(template)] = byte
+    load_or_refuse(directory)
+    (directory / "chat_template.jinja").write_bytes(template)
+    load_or_refuse(directory)
+    whole = bytearray((directory / "tokenizer.json").read_bytes())
+    whole[at % len(whole)] = byte
+    (directory / "tokenizer.json").write_bytes(whole)
+    load_or_refuse(directory)

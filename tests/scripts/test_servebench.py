@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 import httpx
 import load_client
 import pytest
+from figures import percentile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from load_client import BenchError, ClientSaw, Load, Outcome, counter
@@ -19,7 +20,7 @@ from jaxserve.serve.app import create_app
 from jaxserve.serve.async_engine import AsyncEngine
 from jaxserve.serve.metrics import Metrics
 from scripts import servebench
-from scripts.servebench import ARMS, percentile
+from scripts.servebench import ARMS
 from tests.serve_fakes import ScriptedEngine, app_parts, byte_level_tokenizer, served
 
 TOKENIZER = byte_level_tokenizer()
@@ -205,6 +206,14 @@ def test_a_running_server_is_measured_into_one_csv_line(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == ("3 requests, 2 at a time, 4 prompt tokens, 5 generated, seed 1:")
     assert len(printed) == 3
+
+
+def test_minutes_of_streams_are_a_soak(monkeypatch):
+    asked = []
+    monkeypatch.setattr(servebench.soak, "main", lambda argv: asked.append(argv) or 0)
+    flags = ["--streams", "200", "--minutes", "5", "--dtype", "bfloat16"]
+    assert servebench.main(flags) == 0
+    assert asked == [flags]
 
 
 def test_the_arms_are_three_and_only_known_ones_are_taken(capsys):

@@ -74,15 +74,16 @@ class Stepwise:
 
 
 @contextlib.contextmanager
-def server_of(engine: Stepwise, **options: Any) -> Iterator[str]:
+def server_of(engine: Stepwise, text: Text | None = None, **options: Any) -> Iterator[str]:
     bridge = Bridge(engine, max_requests=64, **options)
+    text = text or Text(byte_level_tokenizer())
     engine.bridge = bridge
     engine.num_open = lambda: bridge.num_open
 
     def log(event: str, fields: Mapping[str, Any]) -> None:
         engine.logged.append(dict(fields))
 
-    with served(create_app(app_parts(engine, engine=bridge, log=log))) as url:
+    with served(create_app(app_parts(engine, engine=bridge, log=log, text=text))) as url:
         try:
             yield url
         finally:
@@ -109,6 +110,8 @@ def run_to(stage: str, engine: Stepwise, url: str, stream: bool) -> socket.socke
     """A request at the stage, held there until a step is let; the engine was idle, or is full."""
     long = stage == "prefilling"  # a step computes 40 tokens of a prompt
     call = {"prompt": [1] * (60 if long else 3), "max_tokens": 3 if long else 20}
+    if stage == "between choices":
+        call["n"] = NUM_ROWS + 2
     connection = send(url, **call, stream=stream)
     if stage == "queued":
         wait_until(lambda: engine.num_open() == NUM_ROWS + 1)
@@ -120,15 +123,20 @@ def run_to(stage: str, engine: Stepwise, url: str, stream: bool) -> socket.socke
         engine.let(1)
         assert engine.inner.stats().scheduled_tokens == 40
     else:
-        wanted = 19 if stage == "last token" else 5
+        wanted = {"decoding": 5, "last token": 19, "between choices": 20 * NUM_ROWS + 2}[stage]
         while engine.inner.stats().generation_tokens < wanted:
             engine.let(1)
+    if stage == "between choices":
+        assert engine.num_open() == engine.inner.stats().num_running == 2
     return connection
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("stage", ["queued", "prefilling", "decoding", "last token"])
-def test_a_client_that_leaves_gives_every_block_back_at_once(stage, stream):
+@pytest.mark.parametrize(
+    "stage", ["queued", "prefilling", "decoding", "between choices", "last token"]
+)
+def test_a_client_that_leaves_gives_every_block_back_before_another_step_begins(stage, stream):
+    # In seconds: what is left of the step under way. The server notices while that is stuck.
     engine = Stepwise()
     with server_of(engine) as url, contextlib.ExitStack() as others:
         if stage == "queued":
@@ -140,20 +148,50 @@ def test_a_client_that_leaves_gives_every_block_back_at_once(stage, stream):
                         or engine.inner.stats().num_running + engine.inner.stats().num_waiting > row
                     )
                 )
-        run_to(stage, engine, url, stream).close()
-        wait_until(lambda: engine.bridge.given_up == 1, 5.0)
+        connection = run_to(stage, engine, url, stream)
+        num_left = 2 if stage == "between choices" else 1
+        begun = engine.begun
+        connection.close()
+        wait_until(lambda: engine.bridge.given_up == num_left)
         if stage == "queued":
-            wait_until(lambda: engine.gate.release() or engine.inner.stats().num_waiting == 0, 5.0)
+            engine.gate.release()
+            wait_until(lambda: engine.inner.stats().num_waiting == 0)
             assert engine.inner.stats().num_running == NUM_ROWS
             others.close()
-            wait_until(lambda: engine.bridge.given_up == 1 + NUM_ROWS, 5.0)
-        wait_until(lambda: engine.gate.release() or engine.all_free, 5.0)
+            wait_until(lambda: engine.bridge.given_up == 1 + NUM_ROWS)
+        else:
+            assert engine.begun == begun
+            # Whoever draws the last token reads nothing more: its blocks are free already.
+            taken = engine.inner.stats().num_free_blocks < engine.inner.stats().num_blocks
+            assert taken == (stage != "last token")
+        begun = engine.begun
+        engine.gate.release()
+        wait_until(lambda: engine.begun > begun or not engine.inner.has_unfinished_requests())
+        assert engine.inner.stats().num_free_blocks == engine.inner.stats().num_blocks
         engine.gate.release(100)
+        wait_until(lambda: engine.all_free)
         wait_until(lambda: len(engine.logged) == 1 + NUM_ROWS * (stage == "queued"))
         for line in engine.logged:
             assert line["client_gone"] is True
-            assert line["finish_reason"] == "abort"
+            assert "abort" in line["finish_reason"]
         assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_while_its_prompt_is_read_leaves_nothing_behind(n, stream):
+    engine, text = Stepwise(), SlowText()
+    with server_of(engine, text) as url:
+        connection = send(url, prompt="slow", max_tokens=60, n=n, stream=stream)
+        try:
+            wait_until(lambda: text.num_begun == 1)
+            connection.close()
+        finally:
+            text.gate.set()
+        wait_until(lambda: len(engine.logged) == 1)
+        assert engine.logged[0]["client_gone"] is True
+        engine.gate.release(2)  # at most one step had begun to look at it; the next reports its end
+        wait_until(lambda: engine.all_free and engine.num_open() == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -166,7 +204,7 @@ def test_a_client_that_leaves_a_paused_server_gives_its_place_back(stream):
         for client in clients:
             client.close()
         try:
-            wait_until(lambda: engine.num_open() == 0, 5.0)
+            wait_until(lambda: engine.num_open() == 0)
         finally:
             asyncio.run(engine.bridge.resume())  # else the server waits for its requests for ever
         wait_until(lambda: len(engine.logged) == 2)
@@ -221,7 +259,7 @@ def test_a_request_that_takes_too_long_is_told_and_gives_every_block_back(stage)
         engine.let(2)
         now[0] = 31.0
         engine.gate.release(3)
-        wait_until(lambda: engine.all_free, 5.0)
+        wait_until(lambda: engine.all_free)
         answer = unary.recv(65536)
         assert answer.startswith(b"HTTP/1.1 504")
         assert b"longer than 30 s (--request-timeout)" in answer
@@ -241,7 +279,10 @@ def test_a_full_queue_refuses_at_once_while_a_step_is_stuck():
     with server_of(engine) as url, contextlib.ExitStack() as stack:
         for _ in range(64):
             stack.enter_context(send(url, prompt=[1], max_tokens=5))
-        wait_until(lambda: engine.num_open() == 64)
-        reply = httpx.post(f"{url}/v1/completions", json={"prompt": [1]}, timeout=30)
-        assert reply.status_code == 429
-        assert int(reply.headers["retry-after"]) >= 1
+        wait_until(lambda: engine.num_open() == 64 and engine.begun == 1)
+        for stream in (False, True):
+            call = {"prompt": [1], "stream": stream}
+            reply = httpx.post(f"{url}/v1/completions", json=call, timeout=30)
+            assert reply.status_code == 429
+            assert int(reply.headers["retry-after"]) >= 1
+        assert (engine.begun, engine.inner.stats().num_steps) == (1, 0)  # the step is stuck still
