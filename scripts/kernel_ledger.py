@@ -54,14 +54,16 @@ KERNELS = (
     Kernel("decode", "streamed_triton", 64),
     Kernel("decode", "streamed_mosaic", 64, ("h200",), ("bfloat16", "float16"), (64, 128, 256)),
     Kernel("prefill", "streamed_triton", 2048),
-    # A model's layer goes through these in bfloat16 only.
+    Kernel("rotate_write", "fused", 512, dtypes=("bfloat16", "float16", "float32")),
+    # Those that multiply refuse all but bfloat16.
     *(Kernel("norm_qkv_write", "fused", rows, dtypes=("bfloat16",)) for rows in (8, 64)),
-    Kernel("rotate_write", "fused", 256, dtypes=("bfloat16",)),
+    # It refuses head sizes that are no multiple of 64 at so many rows.
+    Kernel("norm_qkv_write", "fused", 256, dtypes=("bfloat16",), head_sizes=(64, 128, 192, 256)),
     # The head size stands for the model's width here, 32 heads of it.
     *(
         Kernel(operation, "fused", rows, dtypes=("bfloat16",), head_sizes=(64, 128))
         for operation in ("norm_gate_up", "add_product")
-        for rows in (8, 64)
+        for rows in (8, 64, 256)
     ),
 )
 MAIN_SHAPES = tuple(("bfloat16", size) for size in (64, 128))

@@ -69,7 +69,8 @@ class Step:
     ``launches`` are kernels and copies a step, ``launches_per_layer`` those of one layer; those in
     loops and conditionals are apart, since nothing says how often they run. ``temp_bytes`` is
     workspace, ``alias_bytes`` what is updated in place of the ``donated_bytes`` of pool and state.
-    ``copies`` names what copies an array of a weight's or the pool's shape, separated by blanks.
+    ``copies`` names what copies a weight or an array of the pool, also into float32, separated by
+    blanks.
     """
 
     target: str
@@ -191,11 +192,14 @@ def one_layer(thunk_sequence: str, kernels: set[str], layers: int) -> list[thunk
 
 
 def large_arrays(shapes: StepShapes) -> set[Array]:
-    """Every matrix of the weights and every array of the pool."""
-    specs = jax.tree.leaves(param_specs(shapes.model, shapes.dtype))
-    pool = shapes.pool_specs().k[0]
-    matrices = {array(_HLO_DTYPES[str(s.dtype)], s.shape) for s in specs if len(s.shape) > 1}
-    return matrices | {array(_HLO_DTYPES[pool.dtype], pool.shape)}
+    """Every matrix of the weights and every array of the pool, also as float32."""
+    specs = [*jax.tree.leaves(param_specs(shapes.model, shapes.dtype)), shapes.pool_specs().k[0]]
+    return {
+        array(dtype, spec.shape)
+        for spec in specs
+        if len(spec.shape) > 1
+        for dtype in (_HLO_DTYPES[str(spec.dtype)], "f32")
+    }
 
 
 def main() -> None:

@@ -63,6 +63,9 @@ def _cpu_product(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
 
 def _library_product(x_TI: jax.Array, w_OI: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """x @ w.T in ``dtype`` [T, O], by the platform's library, which sums in float32."""
+    if x_TI.shape[0] == 1 and dtype != x_TI.dtype:
+        # cuBLAS has no such product of a vector: XLA would write down all of w in float32 first.
+        return jnp.sum(w_OI.astype(jnp.float32) * x_TI.astype(jnp.float32), axis=1)[None]
     return jax.lax.dot_general(x_TI, w_OI, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 

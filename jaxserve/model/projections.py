@@ -2,7 +2,9 @@
 
 The plain way is what the kernels are held to, and what every platform but CUDA runs. There, few
 rows of bfloat16 go through the kernels of ``jaxserve_kernels.fused``: at few rows a layer takes as
-long as its weights are read, and every launch between two products adds to that.
+long as its weights are read, and every launch between two products adds to that. With more rows
+arithmetic sets the pace and the library multiplies faster; a kernel then has to save launches
+around a product too small for that to matter.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxserve_kernels import fused, write_kv
+from jaxserve_kernels.products import FEW_ROWS, MAX_ROWS
 
 from jaxserve.config import ModelConfig
 from jaxserve.model.linear import linear
@@ -41,11 +44,15 @@ def _either(kernel: Callable[..., Any], plain: Callable[..., Any], *operands: An
     return jax.lax.platform_dependent(*operands, cuda=on_cuda, default=plain)
 
 
-def _few_rows(
-    kernel: Callable[..., Any], plain: Callable[..., Any], x_TD: jax.Array, *rest: Any
+def _up_to(
+    most_rows: int,
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    x_TD: jax.Array,
+    *rest: Any,
 ) -> Any:
-    """``_either`` for few rows of bfloat16, else ``plain``."""
-    if x_TD.dtype != jnp.bfloat16 or x_TD.shape[0] > fused.MAX_ROWS:
+    """``_either`` for up to ``most_rows`` rows of bfloat16, else ``plain``."""
+    if x_TD.dtype != jnp.bfloat16 or x_TD.shape[0] > most_rows:
         return plain(x_TD, *rest)
     return _either(kernel, plain, x_TD, *rest)
 
@@ -59,7 +66,11 @@ def attention_inputs(
     k_pool: jax.Array,
     v_pool: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [T, N, H] of normed x, turned by ``table``, and the pools with K/V at ``slots_T``."""
+    """Queries [T, N, H] of normed x, turned by ``table``, and the pools with K/V at ``slots_T``.
+
+    A small product with the most around it: the kernel saves two launches at any number of rows
+    that it takes.
+    """
     eps, N = config.rms_norm_eps, config.num_heads
 
     def plain(
@@ -86,11 +97,15 @@ def attention_inputs(
         norm = fused.RmsNorm(layer.attn_norm_D, eps)
         return fused.norm_qkv_write(x_TD, norm, layer.qkv_ED, layer.qkv_bias_E, *rest)
 
-    return _few_rows(kernel, plain, x_TD, layer, table, slots_T, k_pool, v_pool)
+    return _up_to(MAX_ROWS, kernel, plain, x_TD, layer, table, slots_T, k_pool, v_pool)
 
 
 def gated(config: ModelConfig, layer: LayerParams, x_TD: jax.Array) -> jax.Array:
-    """The inner half of SwiGLU (Shazeer 2020, arXiv 2002.05202) over normed x, [T, F]."""
+    """The inner half of SwiGLU (Shazeer 2020, arXiv 2002.05202) over normed x, [T, F].
+
+    The largest product of a layer: the library's above FEW_ROWS, where it gains more than the
+    launches of norm and activation cost.
+    """
     eps = config.rms_norm_eps
 
     def plain(x_TD: jax.Array, layer: LayerParams) -> jax.Array:
@@ -102,17 +117,20 @@ def gated(config: ModelConfig, layer: LayerParams, x_TD: jax.Array) -> jax.Array
         norm = fused.RmsNorm(layer.ffn_norm_D, eps)
         return fused.norm_gate_up(x_TD, norm, layer.gate_up_JD, layer.gate_up_bias_J)
 
-    return _few_rows(kernel, plain, x_TD, layer)
+    return _up_to(FEW_ROWS, kernel, plain, x_TD, layer)
 
 
 def add_product(
     x_TD: jax.Array, y_TI: jax.Array, w_DI: jax.Array, bias_D: jax.Array | None
 ) -> jax.Array:
-    """x + y @ w.T (+ bias), [T, D]."""
+    """x + y @ w.T (+ bias), [T, D].
+
+    The library's above FEW_ROWS: it adds x itself, so a kernel would save no launch.
+    """
 
     def plain(
         x_TD: jax.Array, y_TI: jax.Array, w_DI: jax.Array, bias_D: jax.Array | None
     ) -> jax.Array:
         return x_TD + linear(y_TI, w_DI, bias_D)
 
-    return _few_rows(fused.add_product, plain, x_TD, y_TI, w_DI, bias_D)
+    return _up_to(FEW_ROWS, fused.add_product, plain, x_TD, y_TI, w_DI, bias_D)

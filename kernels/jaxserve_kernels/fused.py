@@ -6,8 +6,10 @@ and residual sums ride along: a layer is four of these kernels and its attention
 
 A norm's statistics are summed on the way and divided out at the end, since they are one number a
 row: ``norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)``. Weights are [out, in] and read once, by
-programs that take a few rows of them against all rows of x. No row of a result depends on another
-row of x. Everything between the loads and the stores is float32, but for the products' operands.
+programs that take a few rows of them against all rows of x; above 128 rows of x two programs share
+a tile of weights, and the second finds it in the L2 cache. No row of a result depends on another
+row of x. Products multiply bfloat16, which has the range for values not yet divided; everything
+else between the loads and the stores is float32.
 
 Shape letters beyond those of the package: D model width, F ffn width, E = (N + 2K) * H.
 """
@@ -15,9 +17,8 @@ Shape letters beyond those of the package: D model width, F ffn width, E = (N + 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,38 +26,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-MAX_ROWS = 64
-"""Most rows taken. With more, a program reads more of x than of the weights."""
-
-
-class RmsNorm(NamedTuple):
-    """Root-mean-square norm: a weight, and what is added to the mean square."""
-
-    weight_D: Any
-    eps: float
-
-
-class _Tile(NamedTuple):
-    """What a program multiplies in a trip: ``rows`` of x, ``out`` rows of w, ``inputs`` of both."""
-
-    rows: int
-    out: int
-    inputs: int
-    num_stages: int
-
-    @property
-    def compiler_params(self) -> plt.CompilerParams:
-        return plt.CompilerParams(num_warps=4, num_stages=self.num_stages)
-
-
-def _tile(rows: int, out: int) -> _Tile:
-    """``out`` is how many rows of the weights suit 16 rows of x."""
-    if rows > MAX_ROWS:
-        raise NotImplementedError(f"{rows} rows, at most {MAX_ROWS}")
-    rows = max(16, pl.next_power_of_2(rows))
-    if rows == MAX_ROWS:
-        return _Tile(rows, 2 * out, inputs=128, num_stages=3)
-    return _Tile(rows, out, inputs=256 if rows == 16 else 128, num_stages=4)
+from jaxserve_kernels.arguments import FLOATS
+from jaxserve_kernels.products import (
+    FEW_ROWS,
+    RmsNorm,
+    Tile,
+    check_bfloat16,
+    plus_bias,
+    products,
+    tile_for,
+)
 
 
 def _lanes(head_size: int, most: int) -> int:
@@ -66,66 +45,9 @@ def _lanes(head_size: int, most: int) -> int:
     return math.gcd(head_size // 2, most)
 
 
-def _mask(holds: bool, mask: Any) -> dict[str, Any]:
-    """Arguments of a load that reads zeros where ``mask`` is false, if it ``holds`` anywhere."""
-    return {"mask": mask, "other": 0.0} if holds else {}
-
-
-def _products(
-    x_ref: Any, w_ref: Any, outs: Sequence[jax.Array], norm: RmsNorm | None, tile: _Tile
-) -> tuple[jax.Array, ...]:
-    """``norm(x) @ w[out].T`` for each of ``outs``, ``tile.out`` rows of w: float32 [rows, out].
-
-    Rows of w past its last are read as zeros.
-    """
-    (rows, width), w_rows = x_ref.shape, w_ref.shape[0]
-    row = lax.iota(jnp.int32, tile.rows)[:, None]
-    exact = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
-    ragged_width, ragged_out = width % tile.inputs != 0, w_rows % tile.out != 0
-
-    def fold(step: jax.Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
-        sums, squares = state
-        lane = step * tile.inputs + lax.iota(jnp.int32, tile.inputs)
-        inside = (lane < width)[None]
-        x = plt.load(x_ref.at[row, lane[None]], **_mask(True, (row < rows) & inside))
-        if norm is not None:
-            x32 = x.astype(jnp.float32)
-            squares += jnp.sum(x32 * x32, axis=1)
-            weight = plt.load(norm.weight_D.at[lane], **_mask(ragged_width, lane < width))
-            x = (x32 * weight.astype(jnp.float32)[None]).astype(x.dtype)
-
-        def product(out: jax.Array) -> jax.Array:
-            mask = (out[:, None] < w_rows) & inside
-            w = plt.load(
-                w_ref.at[out[:, None], lane[None]], **_mask(ragged_width or ragged_out, mask)
-            )
-            return plt.dot(x, w, trans_b=True, precision=exact)
-
-        sums = tuple(acc + product(out) for acc, out in zip(sums, outs, strict=True))
-        return sums, squares
-
-    zero = jnp.zeros((tile.rows, tile.out), jnp.float32)
-    sums, squares = lax.fori_loop(
-        0,
-        pl.cdiv(width, tile.inputs),
-        fold,
-        ((zero,) * len(outs), jnp.zeros((tile.rows,), jnp.float32)),
-    )
-    if norm is None:
-        return sums
-    scale = lax.rsqrt(squares / width + norm.eps)[:, None]
-    return tuple(acc * scale for acc in sums)
-
-
-def _plus_bias(y: jax.Array, bias_ref: Any | None, out: jax.Array) -> jax.Array:
-    if bias_ref is None:
-        return y
-    inside = out < bias_ref.shape[0]
-    return y + plt.load(bias_ref.at[out], mask=inside, other=0.0).astype(jnp.float32)[None]
-
-
 def _store_head(
     halves: tuple[jax.Array, jax.Array],
+    head: jax.Array,
     row: jax.Array,
     first: jax.Array,
     row_mask: jax.Array,
@@ -133,14 +55,14 @@ def _store_head(
     slots_ref: Any,
     refs: tuple[Any, Any, Any],
 ) -> None:
-    """Rows ``row`` of head ``program_id(0)``: lanes ``first`` and those H / 2 further, float32.
+    """Rows ``row`` of head ``head``: lanes ``first`` and those H / 2 further, float32.
 
     A query is turned and stored in q, a key turned and written to its slot, a value written.
     """
     q_ref, k_ref, v_ref = refs
     N, H = q_ref.shape[1:]
     K, Z = k_ref.shape[1:3]
-    head, mask, second = pl.program_id(0), row_mask[:, None], first + H // 2
+    mask, second = row_mask[:, None], first + H // 2
     cos, sin = (plt.load(t.at[row[:, None], first[None]], mask=mask, other=0.0) for t in table)
     y1, y2 = halves
     turned = y1 * cos - y2 * sin, y2 * cos + y1 * sin
@@ -179,18 +101,18 @@ def _qkv_kernel(
     v_ref: Any,
     *,
     eps: float,
-    tile: _Tile,
+    tile: Tile,
 ) -> None:
-    """Program (head, i): pairs i * out to (i + 1) * out - 1 of a query, key or value head."""
-    head, rows, H = pl.program_id(0), x_ref.shape[0], q_ref.shape[2]
-    first = pl.program_id(1) * tile.out + lax.iota(jnp.int32, tile.out)
+    """Program (_, head, i): pairs i * out to (i + 1) * out - 1 of a query, key or value head."""
+    head, row, H = pl.program_id(1), tile.row(), q_ref.shape[2]
+    first = pl.program_id(2) * tile.out + lax.iota(jnp.int32, tile.out)
     second = first + H // 2
     outs = (head * H + first, head * H + second)
-    y = _products(x_ref, w_ref, outs, RmsNorm(norm_ref, eps), tile)
-    y1, y2 = (_plus_bias(part, bias_ref, out) for part, out in zip(y, outs, strict=True))
+    y = products(x_ref, w_ref, outs, RmsNorm(norm_ref, eps), tile)
+    y1, y2 = (plus_bias(part, bias_ref, out) for part, out in zip(y, outs, strict=True))
 
-    row = lax.iota(jnp.int32, tile.rows)
-    _store_head((y1, y2), row, first, row < rows, table, slots_ref, (q_ref, k_ref, v_ref))
+    mask = row < x_ref.shape[0]
+    _store_head((y1, y2), head, row, first, mask, table, slots_ref, (q_ref, k_ref, v_ref))
 
 
 def norm_qkv_write(
@@ -210,17 +132,21 @@ def norm_qkv_write(
     ``table`` is (cos, sin), float32 [T, H / 2] each, of each token's position; pairs are (i,
     i + H / 2). Returns q [T, N, H] and the pools with token t's K/V at slot ``slots_T[t]`` (int32,
     block * Z + offset), in place if donated. Raises NotImplementedError for more than MAX_ROWS
-    tokens or a head size that is no multiple of 16.
+    tokens, a dtype other than bfloat16, or a head size that is no multiple of 16, above 64 tokens
+    of 64.
     """
+    check_bfloat16(x_TD=x_TD, qkv_ED=qkv_ED, k_pool_CKZH=k_pool_CKZH, v_pool_CKZH=v_pool_CKZH)
     T, (_, K, _, H) = x_TD.shape[0], k_pool_CKZH.shape
     heads = qkv_ED.shape[0] // H
-    tile = _tile(T, out=8)
+    tile = tile_for(T, out=8)
     tile = tile._replace(out=_lanes(H, tile.out))
+    if T > FEW_ROWS and tile.out < 32:
+        raise NotImplementedError(f"{T} rows: head size {H} is no multiple of 64")
     pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool_CKZH, v_pool_CKZH)]
     first_pool = 5 + len(table) - (bias_E is None)
     return pl.pallas_call(
         partial(_qkv_kernel, eps=norm.eps, tile=tile),
-        grid=(heads, H // 2 // tile.out),
+        grid=(pl.cdiv(T, tile.rows), heads, H // 2 // tile.out),
         out_shape=(jax.ShapeDtypeStruct((T, heads - 2 * K, H), x_TD.dtype), *pools),
         input_output_aliases={first_pool: 1, first_pool + 1: 2},
         compiler_params=tile.compiler_params,
@@ -253,7 +179,7 @@ def _rotate_kernel(
         return plt.load(qkv_ref.at[at], mask=row_mask[:, None], other=0.0).astype(jnp.float32)
 
     halves = half(first), half(first + H // 2)
-    _store_head(halves, row, first, row_mask, table, slots_ref, (q_ref, k_ref, v_ref))
+    _store_head(halves, head, row, first, row_mask, table, slots_ref, (q_ref, k_ref, v_ref))
 
 
 def rotate_write(
@@ -265,7 +191,13 @@ def rotate_write(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What :func:`norm_qkv_write` does after the projection, for any number of tokens."""
+    """What :func:`norm_qkv_write` does after the projection, for any number of tokens.
+
+    Takes float32, bfloat16 and float16; raises NotImplementedError for pools of 8 bits, whose
+    values are over a scale, and a head size that is no multiple of 16.
+    """
+    if k_pool_CKZH.dtype.name not in FLOATS:
+        raise NotImplementedError(f"k_pool_CKZH is {k_pool_CKZH.dtype}, must be one of {FLOATS}")
     T, (_, K, _, H) = qkv_TE.shape[0], k_pool_CKZH.shape
     heads, rows, lanes = qkv_TE.shape[1] // H, 16, _lanes(H, 64)
     pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool_CKZH, v_pool_CKZH)]
@@ -282,14 +214,14 @@ def rotate_write(
 
 
 def _gate_up_kernel(
-    x_ref: Any, norm_ref: Any, w_ref: Any, bias_ref: Any, y_ref: Any, *, eps: float, tile: _Tile
+    x_ref: Any, norm_ref: Any, w_ref: Any, bias_ref: Any, y_ref: Any, *, eps: float, tile: Tile
 ) -> None:
     rows, F = y_ref.shape
-    out = pl.program_id(0) * tile.out + lax.iota(jnp.int32, tile.out)
+    out = pl.program_id(1) * tile.out + lax.iota(jnp.int32, tile.out)
     outs = (out, F + out)
-    y = _products(x_ref, w_ref, outs, RmsNorm(norm_ref, eps), tile)
-    gate, up = (_plus_bias(part, bias_ref, o) for part, o in zip(y, outs, strict=True))
-    row = lax.iota(jnp.int32, tile.rows)[:, None]
+    y = products(x_ref, w_ref, outs, RmsNorm(norm_ref, eps), tile)
+    gate, up = (plus_bias(part, bias_ref, o) for part, o in zip(y, outs, strict=True))
+    row = tile.row()[:, None]
     mask = (row < rows) & (out < F)[None]
     result = gate * jax.nn.sigmoid(gate) * up
     plt.store(y_ref.at[row, out[None]], result.astype(y_ref.dtype), mask=mask)
@@ -305,13 +237,14 @@ def norm_gate_up(
 ) -> jax.Array:
     """``silu(gate) * up`` of the norm of x, [T, F]; J = 2F, gate above up.
 
-    Raises NotImplementedError for more than MAX_ROWS tokens.
+    Raises NotImplementedError for more than MAX_ROWS tokens or a dtype other than bfloat16.
     """
+    check_bfloat16(x_TD=x_TD, gate_up_JD=gate_up_JD)
     T, F = x_TD.shape[0], gate_up_JD.shape[0] // 2
-    tile = _tile(T, out=16)
+    tile = tile_for(T, out=16)
     return pl.pallas_call(
         partial(_gate_up_kernel, eps=norm.eps, tile=tile),
-        grid=(pl.cdiv(F, tile.out),),
+        grid=(pl.cdiv(T, tile.rows), pl.cdiv(F, tile.out)),
         out_shape=jax.ShapeDtypeStruct((T, F), x_TD.dtype),
         compiler_params=tile.compiler_params,
         interpret=interpret,
@@ -320,14 +253,14 @@ def norm_gate_up(
 
 
 def _add_kernel(
-    residual_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, y_ref: Any, *, tile: _Tile
+    residual_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, y_ref: Any, *, tile: Tile
 ) -> None:
     rows, D = y_ref.shape
-    out = pl.program_id(0) * tile.out + lax.iota(jnp.int32, tile.out)
-    (y,) = _products(x_ref, w_ref, (out,), None, tile)
-    row = lax.iota(jnp.int32, tile.rows)[:, None]
+    out = pl.program_id(1) * tile.out + lax.iota(jnp.int32, tile.out)
+    (y,) = products(x_ref, w_ref, (out,), None, tile)
+    row = tile.row()[:, None]
     at, mask = (row, out[None]), (row < rows) & (out < D)[None]
-    y = _plus_bias(y, bias_ref, out)
+    y = plus_bias(y, bias_ref, out)
     y += plt.load(residual_ref.at[at], mask=mask, other=0.0).astype(jnp.float32)
     plt.store(y_ref.at[at], y.astype(y_ref.dtype), mask=mask)
 
@@ -342,13 +275,14 @@ def add_product(
 ) -> jax.Array:
     """``residual + x @ w.T + bias``, [T, D].
 
-    Raises NotImplementedError for more than MAX_ROWS tokens.
+    Raises NotImplementedError for more than MAX_ROWS tokens or a dtype other than bfloat16.
     """
+    check_bfloat16(residual_TD=residual_TD, x_TI=x_TI, w_DI=w_DI)
     T, D = residual_TD.shape
-    tile = _tile(T, out=16)
+    tile = tile_for(T, out=16)
     return pl.pallas_call(
         partial(_add_kernel, tile=tile),
-        grid=(pl.cdiv(D, tile.out),),
+        grid=(pl.cdiv(T, tile.rows), pl.cdiv(D, tile.out)),
         out_shape=jax.ShapeDtypeStruct((T, D), residual_TD.dtype),
         compiler_params=tile.compiler_params,
         interpret=interpret,

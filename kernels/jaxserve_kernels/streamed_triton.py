@@ -214,7 +214,7 @@ def paged_attention(
     _, K, Z, _ = k_pool_CKZH.shape
     check_pool(k_pool_CKZH)
     compute = _compute_dtype(q_BNH.dtype, k_pool_CKZH.dtype)
-    plan = decode_plan(N // K, H, compute.itemsize)
+    plan = decode_plan(N // K, H, k_pool_CKZH.dtype.itemsize, compute.itemsize)
     width = block_tables_BP.shape[1] * Z
     splits = plan.rule.most(width if window is None else min(width, window))
     options = _Options(

@@ -83,19 +83,20 @@ class DecodePlan(NamedTuple):
     stages: int
 
 
-def decode_plan(group: int, head_size: int, operand_bytes: int) -> DecodePlan:
-    """The plan for ``group`` query heads a kv head; products take operands of ``operand_bytes``.
+def decode_plan(group: int, head_size: int, pool_bytes: int, operand_bytes: int) -> DecodePlan:
+    """The plan for ``group`` query heads a kv head over a pool of ``pool_bytes`` a value.
 
-    A trip takes up to 32 KiB of keys and values as multiplied, and five stages keep two trips of
-    copies in flight (two more go to the lookup of blocks): 64 KiB a program, three programs a
-    multiprocessor of a Hopper GPU, one of the smallest's. Larger trips spill registers. Tensor
-    cores take at least 16 queries.
+    Products take operands of ``operand_bytes``. A trip takes up to 32 KiB of keys and values as
+    multiplied, and five stages keep two trips of copies in flight (two more go to the lookup of
+    blocks): 64 KiB a program, three programs a multiprocessor of a Hopper GPU, one of the
+    smallest's. Larger trips spill registers, and so may a second one in flight where 8 bits are
+    widened: there it is one. Tensor cores take at least 16 queries.
     """
     lanes = 1 << (head_size - 1).bit_length()
     queries = max(16, 1 << (group - 1).bit_length())
     return DecodePlan(
         rule=split_rule(min(64, 2**14 // (lanes * operand_bytes))),
         group=queries,
-        warps=4 if queries * lanes <= 2**13 else 8,
-        stages=5,
+        warps=4 if queries * lanes * operand_bytes <= 2**13 else 8,
+        stages=5 if pool_bytes > 1 else 4,
     )

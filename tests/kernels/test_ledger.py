@@ -3,12 +3,13 @@
 import importlib.util
 import sys
 from dataclasses import astuple, replace
+from itertools import product
 
 import pytest
 
 from scripts import kernel_ledger, step_ledger
 from scripts.kernel_ledger import KERNELS, MAIN_SHAPES, Line, all_cases, part_of_cases
-from scripts.step_ledger import MODELS, Step
+from scripts.step_ledger import MODELS, ROWS, Step
 
 needs_compiler = pytest.mark.skipif(
     sys.version_info < (3, 12) or not importlib.util.find_spec("jax_cuda13_plugin"),
@@ -16,8 +17,8 @@ needs_compiler = pytest.mark.skipif(
     "pip install -e '.[test,cross]'",
 )
 WORKERS = 2
-# Up to 64 rows a layer goes through fused kernels.
-STEPS = (("llama-3.2-1b", 8), ("llama-3.1-8b", 64))
+# One row, whose output head is no matrix product; up to 64 in kernels alone; with cuBLAS.
+STEPS = (("llama-3.1-8b", 1), ("llama-3.2-1b", 64), ("llama-3.2-1b", 256))
 LINE = Line(
     target="h200",
     operation="decode",
@@ -79,10 +80,12 @@ def test_the_part_meets_every_kernel_on_every_target_and_its_every_dtype_and_hea
         }
 
 
-def test_the_committed_ledger_has_the_part_two_versions_of_jax_and_nothing_to_complain_of():
+def test_the_committed_ledger_has_every_case_under_two_versions_of_jax_and_no_complaint():
     lines = kernel_ledger.read_ledger(kernel_ledger.LEDGER)
-    assert {"0.11.2"} < {line.jax for line in lines}
-    assert {line.case for line in lines} >= set(part_of_cases())
+    versions = {line.jax for line in lines}
+    assert {"0.11.2"} < versions
+    for version in versions:
+        assert {line.case for line in lines if line.jax == version} == set(all_cases())
     assert kernel_ledger.complaints(lines, lines) == []
     main = {c for c in all_cases() if (c.dtype, c.head_size) in MAIN_SHAPES}
     # One reads by TMA, the other neither pool nor weights.
@@ -169,9 +172,9 @@ def test_a_better_step_passes_and_a_shorter_one_is_held_to_its_layers():
     assert step_ledger.complaints([STEP], [replace(STEP, layers=4, temp_bytes=1900)]) == []
 
 
-def test_the_committed_steps_copy_nothing_and_launch_eight_a_layer_at_most():
+def test_the_committed_steps_are_of_whole_models_copy_nothing_and_launch_eight_a_layer_at_most():
     steps = step_ledger.read_steps(step_ledger.LEDGER)
-    assert {(s.model, s.rows) for s in steps} >= set(STEPS)
-    assert {s.model for s in steps} == set(MODELS)
+    assert {(s.model, s.rows) for s in steps} == set(product(MODELS, ROWS))
+    assert all(s.layers == MODELS[s.model].num_layers for s in steps)
     assert step_ledger.complaints(steps, steps) == []
-    assert max(s.launches_per_layer for s in steps if s.rows <= 64) <= 8
+    assert {s.rows: s.launches_per_layer for s in steps} == {1: 6, 8: 6, 64: 6, 256: 8}

@@ -40,3 +40,21 @@ def test_a_bias_is_added_to_every_row():
     x, w = jnp.ones((3, 2), jnp.float32), jnp.ones((4, 2), jnp.float32)
     y = linear(x, w, jnp.arange(4, dtype=jnp.float32))
     np.testing.assert_array_equal(y, [[2, 3, 4, 5]] * 3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_librarys_product_of_one_row_is_summed_in_float32(dtype, monkeypatch):
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *arrays, cpu, default: default(*arrays)
+    )
+    rng = np.random.default_rng(1)
+    x, w = (rng.normal(size=(n, 96)).astype(jnp.dtype(dtype)) for n in (1, 40))
+    got = product(x, w)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, x.astype(np.float64) @ w.astype(np.float64).T, atol=1e-4)
+
+
+def test_a_gpu_reads_16_bit_weights_once_for_one_row_and_writes_no_float32_copy_of_them():
+    x, w = jax.ShapeDtypeStruct((1, 96), jnp.bfloat16), jax.ShapeDtypeStruct((40, 96), jnp.bfloat16)
+    lowered = jax.jit(product).trace(x, w).lower(lowering_platforms=("cuda",))
+    assert "dot_general" not in lowered.as_text()  # cuBLAS would need the copy

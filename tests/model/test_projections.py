@@ -1,4 +1,4 @@
-"""The kernels of a layer's products give what the plain way gives, and few rows alone take them."""
+"""The kernels of a layer's products give what the plain way gives, where they are taken."""
 
 from dataclasses import replace
 from functools import partial
@@ -72,13 +72,39 @@ def test_the_kernels_give_what_the_plain_way_gives(monkeypatch):
         np.testing.assert_allclose(got, want, atol=2e-2, rtol=2e-2)
 
 
+KERNELS = {"norm_qkv_write", "rotate_write", "norm_gate_up", "add_product"}
+
+
 @pytest.mark.parametrize(
-    ("rows", "dtype", "asks"),
-    [(64, "bfloat16", True), (65, "bfloat16", False), (1, "float32", False)],
+    ("rows", "dtype", "kernels"),
+    [
+        (64, "bfloat16", {"norm_qkv_write", "rotate_write", "norm_gate_up", "add_product"}),
+        (65, "bfloat16", {"norm_qkv_write", "rotate_write"}),
+        (256, "bfloat16", {"norm_qkv_write", "rotate_write"}),
+        (257, "bfloat16", {"rotate_write"}),
+        (1, "float32", {"rotate_write"}),
+    ],
 )
-def test_few_rows_of_bfloat16_ask_which_platform_they_are_lowered_for(rows, dtype, asks):
+def test_rows_and_dtype_say_which_kernels_a_program_for_cuda_may_have(rows, dtype, kernels):
+    config = replace(FULL, num_kv_heads=1, head_dim=64)
     spec = partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
-    traced = jax.make_jaxpr(lambda x, y, w: projections.add_product(x, y, w, None))(
-        spec((rows, 48)), spec((rows, 80)), spec((48, 80))
+    layer = param_specs(config, dtype).layers[0]
+    pool = spec((BLOCKS, config.num_kv_heads, Z, config.head_dim))
+    angles = jax.ShapeDtypeStruct((rows, config.head_dim // 2), jnp.float32)
+
+    def whole_layer(layer, x_TD, table, slots, pool):
+        inputs = projections.attention_inputs(config, layer, x_TD, table, slots, pool, pool)
+        out = inputs[0].reshape(rows, config.q_size)
+        summed = projections.add_product(x_TD, out, layer.out_DQ, layer.out_bias_D)
+        return projections.gated(config, layer, summed)
+
+    traced = str(
+        jax.make_jaxpr(whole_layer)(
+            layer,
+            spec((rows, config.hidden_size)),
+            (angles, angles),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+            pool,
+        )
     )
-    assert ("pallas_call" in str(traced)) == asks
+    assert {name for name in KERNELS if name in traced} == kernels
