@@ -14,8 +14,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-# At most this many rows are summed by reduction; more are worth the library's packing.
+# At most this many rows are summed by reduction; more are worth the library's packing. In order, a
+# reduction is scalar and its time grows with the rows.
 _MOST_ROWS = 16
+_MOST_ROWS_IN_ORDER = 4
 # Sums a reduction carries side by side, at least: one row runs eight streams of weights at once.
 # One load of a weight serves all rows. A single sum over [rows, O, I] would do so too, but inside
 # a loop over layers XLA then copies the layer's weights out of the stacked ones first.
@@ -51,9 +53,9 @@ def _reduced(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(jnp.concatenate(sums).reshape(rows, n_out))
 
 
-def _cpu_product(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
+def _cpu_product(x_TI: jax.Array, w_OI: jax.Array, deterministic: bool) -> jax.Array:
     """x @ w.T, float32 [T, O], the fast way for the number of rows."""
-    if x_TI.shape[0] <= _MOST_ROWS:
+    if x_TI.shape[0] <= (_MOST_ROWS_IN_ORDER if deterministic else _MOST_ROWS):
         return _reduced(x_TI, w_OI)
     # The weight first: the product is read out transposed, but the weight is packed once.
     return jax.lax.dot_general(
@@ -69,17 +71,33 @@ def _library_product(x_TI: jax.Array, w_OI: jax.Array, dtype: jnp.dtype) -> jax.
     return jax.lax.dot_general(x_TI, w_OI, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
-def product(x_TI: jax.Array, w_OI: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """x @ w.T summed in float32, [T, O] in ``dtype``; the platform lowered for picks the way."""
+def product(
+    x_TI: jax.Array,
+    w_OI: jax.Array,
+    dtype: jnp.dtype = jnp.float32,
+    *,
+    deterministic: bool = False,
+) -> jax.Array:
+    """x @ w.T summed in float32, [T, O] in ``dtype``; the platform lowered for picks the way.
+
+    ``deterministic``: it is compiled without ``cpu_compiler_options``, so that on CPUs too every
+    row is summed alike, wherever it stands.
+    """
     return jax.lax.platform_dependent(
         x_TI,
         w_OI,
-        cpu=lambda x_TI, w_OI: _cpu_product(x_TI, w_OI).astype(dtype),
+        cpu=lambda x_TI, w_OI: _cpu_product(x_TI, w_OI, deterministic).astype(dtype),
         default=partial(_library_product, dtype=dtype),
     )
 
 
-def linear(x_TI: jax.Array, w_OI: jax.Array, bias_O: jax.Array | None = None) -> jax.Array:
-    """x @ w.T (+ bias) in x's dtype, [T, O]."""
-    y_TO = product(x_TI, w_OI, x_TI.dtype)
+def linear(
+    x_TI: jax.Array,
+    w_OI: jax.Array,
+    bias_O: jax.Array | None = None,
+    *,
+    deterministic: bool = False,
+) -> jax.Array:
+    """x @ w.T (+ bias) in x's dtype, [T, O]; see ``product``."""
+    y_TO = product(x_TI, w_OI, x_TI.dtype, deterministic=deterministic)
     return y_TO if bias_O is None else y_TO + bias_O[None, :]

@@ -65,6 +65,8 @@ def attention_inputs(
     slots_T: jax.Array,
     k_pool: jax.Array,
     v_pool: jax.Array,
+    *,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [T, N, H] of normed x, turned by ``table``, and the pools with K/V at ``slots_T``.
 
@@ -82,7 +84,7 @@ def attention_inputs(
         v_pool: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         normed = rms_norm(x_TD, layer.attn_norm_D, eps)
-        qkv = linear(normed, layer.qkv_ED, layer.qkv_bias_E)
+        qkv = linear(normed, layer.qkv_ED, layer.qkv_bias_E, deterministic=deterministic)
         return _either(fused.rotate_write, rotate_write, qkv, table, slots_T, k_pool, v_pool)
 
     def rotate_write(
@@ -100,7 +102,9 @@ def attention_inputs(
     return _up_to(MAX_ROWS, kernel, plain, x_TD, layer, table, slots_T, k_pool, v_pool)
 
 
-def gated(config: ModelConfig, layer: LayerParams, x_TD: jax.Array) -> jax.Array:
+def gated(
+    config: ModelConfig, layer: LayerParams, x_TD: jax.Array, *, deterministic: bool = False
+) -> jax.Array:
     """The inner half of SwiGLU (Shazeer 2020, arXiv 2002.05202) over normed x, [T, F].
 
     The largest product of a layer: the library's above FEW_ROWS, where it gains more than the
@@ -110,7 +114,8 @@ def gated(config: ModelConfig, layer: LayerParams, x_TD: jax.Array) -> jax.Array
 
     def plain(x_TD: jax.Array, layer: LayerParams) -> jax.Array:
         normed = rms_norm(x_TD, layer.ffn_norm_D, eps)
-        gate, up = jnp.split(linear(normed, layer.gate_up_JD, layer.gate_up_bias_J), 2, axis=-1)
+        both = linear(normed, layer.gate_up_JD, layer.gate_up_bias_J, deterministic=deterministic)
+        gate, up = jnp.split(both, 2, axis=-1)
         return jax.nn.silu(gate) * up
 
     def kernel(x_TD: jax.Array, layer: LayerParams) -> jax.Array:
@@ -121,7 +126,12 @@ def gated(config: ModelConfig, layer: LayerParams, x_TD: jax.Array) -> jax.Array
 
 
 def add_product(
-    x_TD: jax.Array, y_TI: jax.Array, w_DI: jax.Array, bias_D: jax.Array | None
+    x_TD: jax.Array,
+    y_TI: jax.Array,
+    w_DI: jax.Array,
+    bias_D: jax.Array | None,
+    *,
+    deterministic: bool = False,
 ) -> jax.Array:
     """x + y @ w.T (+ bias), [T, D].
 
@@ -131,6 +141,6 @@ def add_product(
     def plain(
         x_TD: jax.Array, y_TI: jax.Array, w_DI: jax.Array, bias_D: jax.Array | None
     ) -> jax.Array:
-        return x_TD + linear(y_TI, w_DI, bias_D)
+        return x_TD + linear(y_TI, w_DI, bias_D, deterministic=deterministic)
 
     return _up_to(FEW_ROWS, fused.add_product, plain, x_TD, y_TI, w_DI, bias_D)

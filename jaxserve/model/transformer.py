@@ -38,13 +38,16 @@ def forward(
     positions_T: jax.Array,
     slots_T: jax.Array,
     attend: Attend,
+    *,
+    deterministic: bool = False,
 ) -> tuple[KVPool, jax.Array]:
     """All layers over T tokens: their K/V go to ``slots_T`` of each layer's blocks.
 
-    ``attend`` is the read; decode and prefill differ in it alone. Returns the pool and the last
-    hidden states [T, D], normed.
+    ``attend`` is the read; decode and prefill differ in it alone. ``deterministic``: see
+    ``product``. Returns the pool and the last hidden states [T, D], normed.
     """
     table = rotary_table(config, positions_T)
+    how = {"deterministic": deterministic}
     x_TD = params.embed_VD[tokens_T]
 
     def run(
@@ -55,11 +58,14 @@ def forward(
         first_block: jax.Array | int,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         slots = slots_T + first_block * k_pool.shape[2]
-        q_TNH, k_pool, v_pool = attention_inputs(config, layer, x_TD, table, slots, k_pool, v_pool)
+        q_TNH, k_pool, v_pool = attention_inputs(
+            config, layer, x_TD, table, slots, k_pool, v_pool, **how
+        )
         out_TQ = attend(first_block, q_TNH, k_pool, v_pool).reshape(-1, config.q_size)
-        x_TD = add_product(x_TD, out_TQ, layer.out_DQ, layer.out_bias_D)
-        gated_TF = gated(config, layer, x_TD)
-        return add_product(x_TD, gated_TF, layer.down_DF, layer.down_bias_D), k_pool, v_pool
+        x_TD = add_product(x_TD, out_TQ, layer.out_DQ, layer.out_bias_D, **how)
+        gated_TF = gated(config, layer, x_TD, **how)
+        x_TD = add_product(x_TD, gated_TF, layer.down_DF, layer.down_bias_D, **how)
+        return x_TD, k_pool, v_pool
 
     if isinstance(params.layers, LayerParams):
         stacked = params.layers
@@ -81,7 +87,7 @@ def forward(
     return pool, rms_norm(x_TD, params.final_norm_D, config.rms_norm_eps)
 
 
-def logits(params: Params, hidden_XD: jax.Array) -> jax.Array:
+def logits(params: Params, hidden_XD: jax.Array, *, deterministic: bool = False) -> jax.Array:
     """Scores of the next token, float32 [X, V]."""
     head_VD = params.embed_VD if params.head_VD is None else params.head_VD
-    return product(hidden_XD, head_VD)
+    return product(hidden_XD, head_VD, deterministic=deterministic)

@@ -66,12 +66,14 @@ def decode_step(
     backend: AttentionBackend,
     shape: DecodeShape,
     block_size: int,
+    deterministic: bool = False,
 ) -> tuple[KVPool, DecodeState, StepOutput]:
     """One token for each of the first ``shape.rows`` rows of ``state``.
 
     ``new_blocks_B`` int32 [rows]: the block of each row's token where that token opens a block,
     else NULL_BLOCK, or SIT_OUT for a row that stays as it is. ``mask_BW`` uint32: the tokens each
     row may draw. ``shape.width`` bounds the tokens a row may hold, the new one included.
+    ``deterministic``: see ``product`` of model/linear.py.
     Returns the pool, the state and what was drawn, [rows]; rows that are empty or sit out draw
     nonsense and stay as they are.
     """
@@ -99,11 +101,12 @@ def decode_step(
         lambda first_block, q, k, v: attend_decode(
             config, backend, q, k, v, read_tables_BP + first_block, seen_B
         ),
+        deterministic=deterministic,
     )
     sampling, bias = jax.tree.map(lambda x: x[: shape.rows], (state.sampling, state.bias))
     sampling = idle_as_neutral(sampling, active_B)
     tokens_B, scores = next_tokens(
-        logits(params, hidden_BD),
+        logits(params, hidden_BD, deterministic=deterministic),
         sampling,
         bias,
         mask_BW,
@@ -131,6 +134,7 @@ def prefill_step(
     *,
     config: ModelConfig,
     backend: AttentionBackend,
+    deterministic: bool = False,
 ) -> tuple[KVPool, DecodeState, StepOutput]:
     """Chunks of up to S prompts; a prompt that ends moves into its decode row with a first token.
 
@@ -154,11 +158,12 @@ def prefill_step(
             batch.context_lens_S,
             batch.cu_query_lens_S1,
         ),
+        deterministic=deterministic,
     )
     assert batch.bias is not None
     last_S = jnp.maximum(batch.cu_query_lens_S1[1:] - 1, 0)
     tokens_S, scores = next_tokens(
-        logits(params, hidden_TD[last_S]),
+        logits(params, hidden_TD[last_S], deterministic=deterministic),
         batch.sampling,
         batch.bias,
         batch.mask_SW,
@@ -166,7 +171,10 @@ def prefill_step(
         batch.context_lens_S,
     )
     prompt = score_prompt(
-        lambda hidden: logits(params, hidden), hidden_TD, batch.targets_T, config.vocab_size
+        lambda hidden: logits(params, hidden, deterministic=deterministic),
+        hidden_TD,
+        batch.targets_T,
+        config.vocab_size,
     )
 
     def insert(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -206,7 +214,14 @@ def jit_decode(
     deterministic: bool = False,
 ) -> jax.stages.Wrapped:
     """``decode_step`` of one shape, jitted with the pool donated, and the state if it persists."""
-    step = partial(decode_step, config=config, backend=backend, shape=shape, block_size=block_size)
+    step = partial(
+        decode_step,
+        config=config,
+        backend=backend,
+        shape=shape,
+        block_size=block_size,
+        deterministic=deterministic,
+    )
     donated = (1, 2) if persist_inputs else (1,)
     options = compiler_options(platform, deterministic=deterministic)
     return jax.jit(step, donate_argnums=donated, compiler_options=options)
@@ -221,7 +236,7 @@ def jit_prefill(
     deterministic: bool = False,
 ) -> jax.stages.Wrapped:
     """``prefill_step`` jitted with the pool donated, and the state if it persists."""
-    step = partial(prefill_step, config=config, backend=backend)
+    step = partial(prefill_step, config=config, backend=backend, deterministic=deterministic)
     donated = (1, 2) if persist_inputs else (1,)
     options = compiler_options(platform, deterministic=deterministic)
     return jax.jit(step, donate_argnums=donated, compiler_options=options)

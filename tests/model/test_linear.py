@@ -1,5 +1,7 @@
 """Every way to multiply by a weight, against numpy in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,25 @@ def test_a_product_is_that_of_numpy_for_any_number_of_rows(rows, n_out):
     )
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, x @ w.T, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("n_out", "n_in", "dtype"), [(324, 64, "float32"), (7, 33, "float32"), (576, 1536, "bfloat16")]
+)
+def test_a_deterministic_product_sums_a_row_alike_wherever_it_stands(n_out, n_in, dtype):
+    rng = np.random.default_rng(n_out)
+    w = rng.normal(size=(n_out, n_in)).astype(jnp.dtype(dtype))
+    row, others = np.split(rng.normal(size=(41, n_in)).astype(jnp.dtype(dtype)), [1])
+    multiply = jax.jit(partial(product, deterministic=True))
+    for rows in (3, 6, 40):  # summed by reduction, by the library, by it in panels
+        alike = np.asarray(multiply(row.repeat(rows, 0), w))
+        wanted = row[0].astype(np.float64) @ w.astype(np.float64).T
+        np.testing.assert_allclose(alike[0], wanted, rtol=0, atol=1e-3)
+        np.testing.assert_array_equal(alike, alike[:1].repeat(rows, 0))
+        for place in (0, rows - 1):
+            x = others[:rows].copy()
+            x[place] = row
+            np.testing.assert_array_equal(np.asarray(multiply(x, w))[place], alike[0])
 
 
 @pytest.mark.parametrize("rows", [1, 8, 40])
