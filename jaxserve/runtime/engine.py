@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
-
-import numpy as np
+from typing import Any, Literal
 
 from jaxserve.config import EngineConfig, ModelConfig, SamplingParams
-from jaxserve.errors import (
-    EngineDead,
-    InvalidRequest,
-    InvalidWeights,
-    NotReady,
-    RequestRefused,
-)
+from jaxserve.errors import EngineDead, InvalidRequest, NotReady, RequestRefused
 from jaxserve.plan.buckets import DecodeBuckets, DecodeShape, PrefillBuckets
 from jaxserve.plan.gates import check_switches
-from jaxserve.runtime.flight import Flight, ModelRunner, Pending
+from jaxserve.runtime.admission import Admission
+from jaxserve.runtime.dispatch import Dispatcher
+from jaxserve.runtime.flight import Flight, ModelRunner
+from jaxserve.runtime.residency import OnSleep, OnUpdate, Residency
 from jaxserve.runtime.stats import Totals
 from jaxserve.sched.audit import audit_scheduler
-from jaxserve.sched.masks import TokenLimits, pack_masks
 from jaxserve.sched.outputs import EngineStats, FinishReason, RequestUpdate, TokenLogprobs
-from jaxserve.sched.pack import pack_counts, pack_new_blocks, pack_permutation, pack_prefill
-from jaxserve.sched.request import Request, TokenMask, seed_key
+from jaxserve.sched.request import Request, TokenMask
 from jaxserve.sched.scheduler import Schedule, Scheduler
-
-OnUpdate = Literal["keep", "recompute", "abort"]
-"""What becomes of running requests when the weights change."""
-
-OnSleep = Literal["keep", "refuse"]
-"""What becomes of requests when the engine sleeps."""
 
 
 class Engine:
@@ -66,15 +52,18 @@ class Engine:
             persist_inputs=config.persist_inputs,
             capture_decode=config.capture_decode,
         )
-        self._model = model
-        self._config = config
-        self._runner = runner
-        self._decode_shape = decode_shape or decode_buckets.shape_for
         self._tile = decode_buckets.tile
-        self._prefill_buckets = prefill_buckets
         self._clock = clock
         self._scheduler = Scheduler(config, num_blocks)
-        self._limits = TokenLimits(frozenset(model.eos_token_ids), model.vocab_size)
+        self._residency = Residency(runner, self._scheduler, hold=self._hold, fatal=self._fatal)
+        self._admission = Admission(model, config)
+        self._dispatcher = Dispatcher(
+            runner,
+            config,
+            model.vocab_size,
+            decode_shape=decode_shape or decode_buckets.shape_for,
+            prefill_buckets=prefill_buckets,
+        )
         self._totals = Totals()
         self._num_arrivals = 0
         self._live: set[str] = set()
@@ -84,7 +73,6 @@ class Engine:
         self._flight: Flight | None = None
         self._read_at: float | None = None  # when the iteration before was read; None: idle
         self._fault: BaseException | None = None
-        self._asleep: OnSleep | None = None
 
     def add_request(
         self,
@@ -106,28 +94,20 @@ class Engine:
         probabilities are the model's.
         """
         self._check_alive()
-        if self._asleep == "refuse":
+        if self._residency.asleep == "refuse":
             raise NotReady("the engine sleeps and takes no requests")
         if request_id in self._live:
             raise InvalidRequest(f"request id {request_id} is in use", "request_id")
-        prompt = [operator.index(token) for token in prompt_token_ids]
-        self._check_prompt(prompt, alone=params.max_tokens == 0)
-        room = self._config.max_model_len - len(prompt)
-        ending, rules = self._limits.of(params)
-        arrival = self._num_arrivals
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            params=params,
-            max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            stop_token_ids=ending,
-            key=seed_key(params.seed, self._config.seed, arrival),
-            arrival=arrival,
-            arrived_at=self._clock(),
+        request = self._admission.admit(
+            request_id,
+            prompt_token_ids,
+            params,
+            mask=mask,
             cache_salt=cache_salt,
             group=group,
-            rules=rules.with_mask(mask),
-            forced=self._check_tokens(continuation, "continuation"),
+            continuation=continuation,
+            arrival=self._num_arrivals,
+            now=self._clock(),
         )
         self._scheduler.add(request)
         self._live.add(request_id)
@@ -150,7 +130,7 @@ class Engine:
         Raises EngineDead when the runner fails, then and from then on.
         """
         self._check_alive()
-        if self._asleep is not None:
+        if self._residency.asleep is not None:
             updates, self._ended = self._ended, []
             return updates
         try:
@@ -168,12 +148,13 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """True while a step has something to run, to read back or to report."""
-        return bool(self._ended or (self._asleep is None and (self._scheduler or self._flight)))
+        awake = self._residency.asleep is None
+        return bool(self._ended or (awake and (self._scheduler or self._flight)))
 
     @property
     def weight_version(self) -> int:
         """Which weights compute what is scheduled next, counted from 0."""
-        return self._scheduler.prefix_cache.weight_version
+        return self._residency.weight_version
 
     def reset_prefix_cache(self) -> None:
         """Share nothing that is computed so far; requests that run go on with what they hold."""
@@ -190,20 +171,7 @@ class Engine:
         Raises InvalidWeights, which leaves the engine as it was, and NotReady while it sleeps.
         """
         self._check_alive()
-        if self._asleep is not None:
-            raise NotReady("the engine sleeps; wake it before its weights are updated")
-        old = self.weight_version
-        version = old + 1 if version is None else operator.index(version)
-        if version <= old:
-            raise InvalidWeights(f"weight version {version} must be above {old}, the one in use")
-        if requests not in get_args(OnUpdate):
-            raise InvalidRequest(f"requests={requests!r}, use one of {get_args(OnUpdate)}")
-        fitting = self._runner.prepare_params(tree)
-        with self._fatal("an update of the weights"):
-            self._runner.update_params(fitting)
-            self._hold(requests)
-            self._scheduler.reset_prefix_cache(version)
-        return version
+        return self._residency.update_params(tree, version, requests)
 
     def sleep(self, *, level: Literal[1, 2] = 1, requests: OnSleep = "keep") -> None:
         """Give the device's memory back: the pool, and at ``level`` 2 the weights too.
@@ -213,29 +181,13 @@ class Engine:
         does. Raises NotReady then.
         """
         self._check_alive()
-        if level not in (1, 2) or requests not in get_args(OnSleep):
-            raise InvalidRequest(
-                f"level={level!r}, requests={requests!r}: use 1 or 2, and one of "
-                f"{get_args(OnSleep)}"
-            )
-        if self._asleep is not None:
-            raise NotReady("the engine sleeps already")
-        if requests == "refuse" and self.has_unfinished_requests():
-            raise NotReady(f"{len(self._scheduler)} requests are not finished; nothing sleeps")
-        with self._fatal("falling asleep"):
-            self._hold("recompute")
-            self._scheduler.reset_prefix_cache()
-            self._runner.sleep(weights=level == 2)
-        self._asleep = requests
+        unfinished = self.has_unfinished_requests()
+        self._residency.sleep(level, requests, unfinished=unfinished)
 
     def wake(self) -> None:
         """Take the memory again and go on. Raises NotReady unless it sleeps."""
         self._check_alive()
-        if self._asleep is None:
-            raise NotReady("the engine does not sleep")
-        with self._fatal("waking up"):
-            self._runner.wake()
-        self._asleep = None
+        self._residency.wake()
 
     def _hold(self, requests: OnUpdate) -> None:
         """Leave the running requests as they are, or take them off the device."""
@@ -271,87 +223,23 @@ class Engine:
     def stats(self) -> EngineStats:
         """Gauges and totals as they stand."""
         stats = self._totals.snapshot(self._scheduler)
-        return stats if self._asleep is None else replace(stats, asleep=True)
+        return stats if self._residency.asleep is None else replace(stats, asleep=True)
 
     def _check_alive(self) -> None:
         if self._fault is not None:
             raise EngineDead(f"the engine stopped: {self._fault!r}") from self._fault
 
-    def _check_prompt(self, prompt: list[int], *, alone: bool) -> None:
-        """``alone``: nothing is drawn after it."""
-        if not prompt:
-            raise InvalidRequest("the prompt has 0 tokens, it needs at least 1", "prompt")
-        longest = self._config.max_model_len - (not alone)
-        if len(prompt) > longest:
-            room = "fit" if alone else "leave room for an answer"
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens, at most {longest} {room}; "
-                "shorten it or raise --max-model-len",
-                "prompt",
-                "context_length_exceeded",
-            )
-        self._check_tokens(prompt, "prompt")
-
-    def _check_tokens(self, tokens: Sequence[int], field: str) -> tuple[int, ...]:
-        vocab_size = self._model.vocab_size
-        if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
-            wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-            raise InvalidRequest(
-                f"{field} token {wrong} is outside the vocabulary, 0 to {vocab_size - 1}", field
-            )
-        return tuple(tokens)
-
     def _dispatch(self, schedule: Schedule | None) -> Flight | None:
         if schedule is None:
             return None
-        decode = prefill = shape = None
-        failed: list[tuple[Request, Exception]] = []
-        if schedule.permutation is not None:
-            self._runner.permute_rows(pack_permutation(schedule.permutation))
-        if schedule.num_decoding:
-            shape = self._decode_shape(len(schedule.decode), schedule.width)
-            new_blocks_B = pack_new_blocks(schedule.new_blocks, schedule.decode, shape.rows)
-            drawing = ((b, r) for b, r in enumerate(schedule.decode) if r is not None)
-            mask_BW = self._masks(drawing, shape.rows, failed)
-            decode = self._runner.decode(shape, new_blocks_B, mask_BW)
-        if schedule.chunks:
-            prefill = self._dispatch_prefill(schedule, failed)
-        self._totals.count_iteration(schedule, shape, self._tile)
+        flight, failed = self._dispatcher.dispatch(
+            schedule, ruled=bool(self._ruled), weight_version=self.weight_version
+        )
+        self._totals.count_iteration(schedule, flight.shape, self._tile)
         now = self._clock() if failed else 0.0
         for request, error in failed:
             self._ended.append(self._finish(request, "error", (), now, error=_why(error)))
-        return Flight(schedule, shape, decode, prefill, self.weight_version)
-
-    def _dispatch_prefill(
-        self, schedule: Schedule, failed: list[tuple[Request, Exception]]
-    ) -> Pending:
-        chunks, vocab_size = schedule.chunks, self._model.vocab_size
-        for chunk in chunks:
-            if chunk.row is not None and chunk.request.penalised:
-                self._runner.write_counts(chunk.row, pack_counts(chunk.request, vocab_size))
-        drawing = ((s, chunk.request) for s, chunk in enumerate(chunks) if chunk.samples)
-        batch = pack_prefill(
-            chunks,
-            tokens=self._prefill_buckets.token_bucket(schedule.num_prefill_tokens),
-            max_num_seqs=self._config.max_num_seqs,
-            blocks_per_row=self._config.blocks_per_row,
-            block_size=self._config.block_size,
-            vocab_size=vocab_size,
-            mask_SW=self._masks(drawing, self._config.max_num_seqs, failed),
-        )
-        return self._runner.prefill(batch)
-
-    def _masks(
-        self,
-        drawing: Iterable[tuple[int, Request]],
-        rows: int,
-        failed: list[tuple[Request, Exception]],
-    ) -> np.ndarray | None:
-        if not self._ruled and not self._config.deterministic:
-            return None
-        mask_XW, failures = pack_masks(drawing, rows, self._model.vocab_size)
-        failed += failures
-        return mask_XW
+        return flight
 
     def _commit(self, flight: Flight | None) -> list[RequestUpdate]:
         if flight is None:
