@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import jax
-from flax import nnx
 from tqdm import tqdm
 
 from jaxserve.boot import build_engine
 from jaxserve.checkpoint.export import write_about
-from jaxserve.checkpoint.load import Checkpoint, LoadFormat, load_checkpoint
+from jaxserve.checkpoint.load import LoadFormat
 from jaxserve.checkpoint.orbax_files import PARAMS
-from jaxserve.checkpoint.tokenizer import TokenizerBundle
 from jaxserve.config import BootConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxserve.errors import ConfigError, InvalidRequest, NotReady, RequestFailed
-from jaxserve.model.canonical import pure_tree
-from jaxserve.outputs import Choice, PendingRequest, RequestOutput
+from jaxserve.outputs import PendingRequest, RequestOutput
+from jaxserve.pending import PendingRequests, PromptType
 from jaxserve.runtime.booted import BootedEngine
-from jaxserve.runtime.engine import OnSleep, OnUpdate
+from jaxserve.runtime.residency import OnSleep, OnUpdate
 from jaxserve.runtime.weights import Saving, save_params
 from jaxserve.sched.outputs import EngineStats
-from jaxserve.serve.calls import child_params
-from jaxserve.serve.text import Text
-
-PromptType = str | Sequence[int]
+from jaxserve.sources import config_for, find_checkpoint, text_of
 
 
 class LLM:
@@ -72,12 +65,14 @@ class LLM:
                 bars[what].update(done - bars[what].n)
 
         try:
-            checkpoint = _checkpoint(model, params, model_config, tokenizer, load_format, progress)
+            checkpoint = find_checkpoint(
+                model, params, model_config, tokenizer, load_format, progress
+            )
             bundle = None if checkpoint.tokenizer is None else checkpoint.fitting_tokenizer()
             self._tokenizer = checkpoint.tokenizer
             self._booted: BootedEngine | None = build_engine(
                 checkpoint,
-                _config(config, params),
+                config_for(config, params),
                 boot,
                 params=params,
                 progress=progress,
@@ -85,10 +80,8 @@ class LLM:
         finally:
             for bar in bars.values():
                 bar.close()
-        self._text = None if bundle is None else _text(bundle)
-        self._requests: dict[str, PendingRequest] = {}
-        self._owners: dict[str, PendingRequest] = {}  # by the id of a choice
-        self._num_requests = 0
+        text = None if bundle is None else text_of(bundle)
+        self._pending = PendingRequests(self.engine.engine, text)
 
     # What is asked.
 
@@ -109,11 +102,13 @@ class LLM:
         requests: list[PendingRequest] = []
         try:
             for prompt, params in zip(batch, settings, strict=True):
-                requests.append(self._add(prompt, params))
-            self._finish(requests, self._use_tqdm if use_tqdm is None else use_tqdm)
+                requests.append(self._pending.add(prompt, params))
+            self._pending.finish(
+                requests, use_tqdm=self._use_tqdm if use_tqdm is None else use_tqdm
+            )
         finally:
             for request in requests:
-                self._drop(request)
+                self._pending.drop(request)
         return [request.output() for request in requests]
 
     def stream(
@@ -123,19 +118,19 @@ class LLM:
 
         Several streams may be read in turn. Leaving one early aborts it.
         """
-        request = self._add(prompt, sampling_params or SamplingParams())
+        request = self._pending.add(prompt, sampling_params or SamplingParams())
         try:
             told = False  # the finished output; others' calls may have brought it
             while not told:
                 while not request.changed:
-                    self._step()
+                    self._pending.step()
                 request.changed = False
                 if request.error is not None:
                     raise RequestFailed(request.error)
                 told = request.finished
                 yield request.output()
         finally:
-            self._drop(request)
+            self._pending.drop(request)
 
     def chat(
         self,
@@ -149,7 +144,7 @@ class LLM:
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """``generate`` over conversations: one, or a list of them."""
-        text = self._needs_text()
+        text = self._pending.text
         if messages and isinstance(messages[0], Mapping):
             messages = [messages]  # type: ignore[list-item]
         rendered = [
@@ -192,22 +187,22 @@ class LLM:
             temperature=0.0,
             ignore_eos=True,
         )
-        request = self._add(prompt, params, continuation=rest)
+        request = self._pending.add(prompt, params, continuation=rest)
         try:
-            self._finish([request], use_tqdm=False)
+            self._pending.finish([request], use_tqdm=False)
         finally:
-            self._drop(request)
+            self._pending.drop(request)
         (choice,) = request.choices.values()
         entries = [*(request.prompt_logprobs or ()), *choice.logprobs]
         return [None if entry is None else entry.logprob for entry in entries]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, as ``generate`` makes them."""
-        return self._needs_text().encode(text)
+        return self._pending.text.encode(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        return self._needs_text().decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._pending.text.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     # The engine itself.
 
@@ -274,8 +269,7 @@ class LLM:
     def close(self) -> None:
         """Give everything back; a closed LLM refuses what it is asked."""
         self._booted = None
-        self._requests.clear()
-        self._owners.clear()
+        self._pending.close()
 
     def __enter__(self) -> Self:
         return self
@@ -287,99 +281,6 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    # How it runs.
-
-    def _needs_text(self) -> Text:
-        if self._text is None:
-            raise ConfigError("this LLM has no tokenizer; pass token ids, or tokenizer=")
-        return self._text
-
-    def _add(
-        self, prompt: PromptType, params: SamplingParams, continuation: Sequence[int] = ()
-    ) -> PendingRequest:
-        engine = self.engine.engine
-        text = prompt if isinstance(prompt, str) else None
-        tokens = self._needs_text().encode(prompt) if isinstance(prompt, str) else prompt
-        ids = tuple(map(operator.index, tokens))
-        if self._text is None:
-            if params.stop or (params.bad_words and not params.bad_words_token_ids):
-                self._needs_text()
-        elif params.bad_words and not params.bad_words_token_ids:
-            spelled = [s for word in params.bad_words for s in self._text.spellings(word)]
-            params = replace(params, bad_words_token_ids=tuple(dict.fromkeys(spelled)))
-        name = str(self._num_requests)
-        self._num_requests += 1
-        request = PendingRequest(name, text, ids, {})
-        try:
-            for index in range(params.n):
-                child = child_params(params, index)
-                choice_id = f"{name}-{index}"
-                detokenizer = None if self._text is None else self._text.detokenizer(ids, child)
-                engine.add_request(
-                    choice_id,
-                    ids,
-                    child,
-                    group=name if params.n > 1 else None,
-                    continuation=continuation,
-                )
-                scored = params.logprobs is not None
-                request.choices[choice_id] = Choice(index, detokenizer, scored)
-                self._owners[choice_id] = request
-        except BaseException:
-            self._drop(request)
-            raise
-        self._requests[name] = request
-        return request
-
-    def _step(self) -> None:
-        engine = self.engine.engine
-        updates = engine.step()
-        if not updates and not engine.has_unfinished_requests():
-            raise NotReady("the engine sleeps: wake it before you wait for what it keeps")
-        for update in updates:
-            request = self._owners.get(update.request_id)
-            if request is None:
-                continue
-            choice = request.choices[update.request_id]
-            choice.push(update)
-            if update.finish_reason == "error":  # its own reader is told; the others go on
-                request.error = update.error or "the request failed"
-            request.changed = True
-            request.num_cached_tokens = update.num_cached_tokens
-            if update.prompt_logprobs is not None:
-                request.prompt_logprobs = update.prompt_logprobs
-            if choice.finish_reason is not None:
-                del self._owners[update.request_id]
-                if update.finish_reason is None:  # a stop string, which the engine knows not
-                    engine.abort_request(update.request_id)
-
-    def _finish(self, requests: Sequence[PendingRequest], use_tqdm: bool) -> None:
-        waiting = deque(requests)
-        with tqdm(
-            total=len(requests), desc="prompts", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
-            tokens = self.stats().generation_tokens
-            while waiting:
-                self._step()
-                while waiting and waiting[0].finished:
-                    if waiting[0].error is not None:
-                        raise RequestFailed(waiting[0].error)
-                    waiting.popleft()
-                    if use_tqdm:
-                        made = self.stats().generation_tokens - tokens
-                        rate = made / max(bar.format_dict["elapsed"], 1e-9)
-                        bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
-                    bar.update()
-
-    def _drop(self, request: PendingRequest) -> None:
-        """Forget a request, wherever it stands."""
-        self._requests.pop(request.request_id, None)
-        if self._booted is None:
-            return
-        for choice_id in request.choices:
-            if self._owners.pop(choice_id, None) is not None:
-                self._booted.engine.abort_request(choice_id)
 
 
 def _batch(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
@@ -398,52 +299,3 @@ def _settings(
     if len(params) != count:
         raise InvalidRequest(f"{len(params)} sampling_params for {count} prompts")
     return list(params)
-
-
-def _checkpoint(
-    model: str | Path | None,
-    params: Any,
-    model_config: ModelConfig | None,
-    tokenizer: str | Path | None,
-    load_format: LoadFormat,
-    progress: Any,
-) -> Checkpoint:
-    named = None if tokenizer is None else str(tokenizer)
-    if params is None:
-        if model_config is not None:
-            raise ConfigError("model_config goes with params; a model brings its own")
-        return load_checkpoint(
-            None if model is None else str(model),
-            load_format=load_format,
-            tokenizer=named,
-            progress=progress,
-        )
-    if model is not None:
-        raise ConfigError("pass a model or params, not both")
-    if model_config is None and isinstance(params, nnx.Module):
-        model_config = getattr(params, "config", None)
-    if not isinstance(model_config, ModelConfig):
-        raise ConfigError("params need a model_config (an nnx module brings its own)")
-    bundle = None if named is None else load_checkpoint(named, load_format="dummy").tokenizer
-    return Checkpoint(name="params", config=model_config, tokenizer=bundle, tensors=None)
-
-
-def _config(config: EngineConfig | None, params: Any) -> EngineConfig:
-    """``config``, with weights that are there keeping their dtype."""
-    config = config or EngineConfig()
-    if params is None or config.dtype != "auto":
-        return config
-    leaves = jax.tree.leaves(pure_tree(params))
-    if not leaves:
-        raise ConfigError("params hold no arrays")
-    return replace(config, dtype=str(leaves[0].dtype))
-
-
-def _text(bundle: TokenizerBundle) -> Text:
-    return Text(
-        bundle.tokenizer,
-        chat_template=bundle.chat_template,
-        special_tokens=dict(bundle.special_tokens),
-        bos_token_id=bundle.bos_token_id,
-        add_bos=bundle.add_bos,
-    )
