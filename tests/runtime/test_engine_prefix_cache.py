@@ -38,6 +38,18 @@ class Asked:
     weights: int | None
     known: list[int] = field(default_factory=list)
 
+    def answer(self, params: SamplingParams, outcome: Outcome) -> tuple[list[int], str | None]:
+        """What the request alone gives; so much of it as ``outcome`` has where it was ended."""
+        if self.weights is None:
+            return outcome.result
+        assert params.max_tokens is not None
+        left = replace(params, max_tokens=params.max_tokens - len(self.known))
+        tokens, reason = expected(self.prompt + self.known, left, weights=self.weights)
+        tokens = self.known + tokens
+        if outcome.result[1] == "abort":
+            return tokens[: len(outcome.tokens)], "abort"
+        return tokens, reason
+
 
 @dataclass
 class Conversation:
@@ -68,7 +80,7 @@ class Conversation:
 
 
 class Chat:
-    """Drives an engine with conversations, resets and new weights, and checks every answer."""
+    """Drives an engine with conversations, resets and new weights."""
 
     def __init__(
         self,
@@ -94,9 +106,23 @@ class Chat:
             self.engine.audit()
             self.check_isolation()
         drain(self.engine, self.outcomes)
+
+    def answers(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Tokens and finish reason of every request: what it was told, and what it alone gives."""
+        told, alone = {}, {}
         for conversation in self.conversations:
             for name, asked in conversation.asked.items():
-                self.check(self.outcomes[name], asked, conversation.params)
+                outcome = self.outcomes[name]
+                told[name], alone[name] = outcome.result, asked.answer(conversation.params, outcome)
+        return told, alone
+
+    def check_cached_tokens(self) -> None:
+        """Whole blocks are found, never all of a prompt: its last token is computed."""
+        for conversation in self.conversations:
+            for name, asked in conversation.asked.items():
+                last = self.outcomes[name].last
+                assert last is not None
+                assert last.num_cached_tokens in range(0, len(asked.prompt), 8)
 
     def change_weights(self) -> None:
         self.engine.update_params(None, requests=self.on_update)
@@ -135,21 +161,6 @@ class Chat:
             )
             conversation.asked[name] = Asked(prompt, self.runner.weights)
             conversation.waits_for = name
-
-    @staticmethod
-    def check(outcome: Outcome, asked: Asked, params: SamplingParams) -> None:
-        if asked.weights is None:
-            return
-        assert params.max_tokens is not None
-        left = replace(params, max_tokens=params.max_tokens - len(asked.known))
-        tokens, reason = expected(asked.prompt + asked.known, left, weights=asked.weights)
-        tokens = asked.known + tokens
-        if outcome.result[1] == "abort":
-            assert outcome.tokens == tokens[: len(outcome.tokens)]
-        else:
-            assert outcome.result == (tokens, reason)
-        assert outcome.last is not None
-        assert outcome.last.num_cached_tokens in range(0, len(asked.prompt), 8)
 
     def check_isolation(self) -> None:
         for one, other in combinations(self.engine._scheduler.running.values(), 2):
@@ -202,7 +213,11 @@ MOMENTS = st.sets(st.integers(0, 60), max_size=2)
     ),
 )
 def test_a_soak_of_conversations_reads_no_history_but_its_own(talks, resets, new_weights, changes):
-    Chat(talks, **changes).run(resets, new_weights)
+    chat = Chat(talks, **changes)
+    chat.run(resets, new_weights)
+    told, alone = chat.answers()
+    assert told == alone
+    chat.check_cached_tokens()
 
 
 STEM = [1, 0, 1, 1, 0, 0, 1, 0]  # one block
@@ -228,6 +243,8 @@ def busy(**changes: Any) -> Chat:
 
 def run_busy(chat: Chat) -> None:
     chat.run(set(), {44})
+    told, alone = chat.answers()
+    assert told == alone
 
 
 @pytest.mark.parametrize("on_update", ["keep", "recompute"])
@@ -240,6 +257,7 @@ def test_a_busy_chat_shares_evicts_and_preempts_and_every_answer_is_right(
     monkeypatch.setattr(BlockPool, "_evict", lambda p: evictions.append(1) or evict(p))
     chat = busy(enable_prefix_caching=caching, on_update=on_update)
     run_busy(chat)
+    chat.check_cached_tokens()
     stats = chat.engine.stats()
     assert stats.prefix_cache_hits > 0  # without caching, the choices of one answer share
     assert stats.num_preemptions > 0
