@@ -108,6 +108,9 @@ class EventStream(Response):
                 )
                 async for data in events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
+                    # What has piled up for a slow reader must not keep the loop from the others,
+                    # nor from seeing that the reader is gone.
+                    await asyncio.sleep(0)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:
