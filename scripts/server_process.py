@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import urllib.request
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +43,13 @@ def serving(
     flags: Sequence[str],
     *,
     report: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     command: Sequence[str] = (sys.executable, str(SERVE)),
 ) -> Iterator[Server]:
     """A ready server of ``flags`` on a free port of this machine; it is stopped at the end.
 
-    ``report`` gets every line it prints while it boots. Raises ServerDied.
+    ``report`` gets every line it prints while it boots, ``log`` those after, on another thread.
+    Raises ServerDied.
     """
     start = time.perf_counter()
     process = subprocess.Popen(
@@ -69,7 +70,7 @@ def serving(
             said = "\n".join(lines[-_LAST_LINES:])
             raise ServerDied(f"the server ended with {process.wait()} before it was ready:\n{said}")
         url = lines[-1].removeprefix(READY).removesuffix("/v1")
-        with _drained(process):
+        with _drained(process, log):
             yield Server(url, time.perf_counter() - start, process.pid)
     finally:
         process.kill()
@@ -78,9 +79,14 @@ def serving(
 
 
 @contextlib.contextmanager
-def _drained(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Drops what the process prints, which must not fill the pipe; at the end asks it to stop."""
-    reader = threading.Thread(target=lambda: deque(process.stdout or (), maxlen=0), daemon=True)
+def _drained(process: subprocess.Popen[str], log: Callable[[str], None]) -> Iterator[None]:
+    """Reads what the process prints, which must not fill the pipe; at the end asks it to stop."""
+
+    def read() -> None:
+        for line in process.stdout or ():
+            log(line.rstrip())
+
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
         yield

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from soak_client import KINDS, Tally, soak
 from jaxserve.plan.report import format_table
 
 # Rows and queue are the slots. The pool is small: blocks that stay taken are soon missed.
-_FLAGS = "--max-num-seqs 16 --max-model-len 512 --max-num-batched-tokens 128"
+_FLAGS = "--max-num-seqs 16 --max-model-len 512 --max-num-batched-tokens 128 --log-format json"
 _BLOCKS = "--num-gpu-blocks-override 97"
 _ROWS = 16
 _MORE = 1.2  # clients for a slot; and slots for a stream, as some requests take two
@@ -44,7 +45,8 @@ HEADER = ("kind", "requests", "tokens", "TTFT p50 ms", "p99", "ITL p50 ms", "p99
 class Line:
     """One kind of request; the CSV's columns. None: it has no such figure.
 
-    ``ttft_*`` of refused requests is the time to the refusal. ``*_mb`` are the server's resident
+    ``ttft_*`` of refused requests is the time to the refusal: the clients' clock, and in a line of
+    its own the server's, from reading the request to its answer. ``*_mb`` are the server's resident
     memory, what is not of a kind stands in every line.
     """
 
@@ -77,10 +79,13 @@ class Line:
         )
 
 
-def summarise(tally: Tally, memory_mb: Sequence[float], load_average: float) -> list[Line]:
+def summarise(
+    tally: Tally, refusals_s: Sequence[float], memory_mb: Sequence[float], load_average: float
+) -> list[Line]:
     """A line for each kind, for all that was answered and for what was refused.
 
-    ``memory_mb``: readings over the whole time, from ready to the end.
+    ``refusals_s``: seconds to each refusal as the server logs them. ``memory_mb``: readings over
+    the whole time, from ready to the end.
     """
     seen = {kind: [saw for saw in tally.saw if saw.kind == kind] for kind in KINDS}
     seen["all"] = tally.saw
@@ -116,9 +121,34 @@ def summarise(tally: Tally, memory_mb: Sequence[float], load_average: float) -> 
         )
     if not tally.refused_s:
         raise BenchError("no request was refused: the queue was never full")
-    waits = {f"ttft_p{p}_ms": 1e3 * percentile(tally.refused_s, p) for p in (50, 99)}
-    none = {"tokens": 0, "itl_p50_ms": None, "itl_p99_ms": None}
-    return [*lines, Line(kind="refused", requests=len(tally.refused_s), **waits, **none, **whole)]
+    for kind, seconds in (("refused", tally.refused_s), ("refused, server's clock", refusals_s)):
+        lines.append(
+            Line(
+                kind=kind,
+                requests=len(seconds),
+                tokens=0,
+                ttft_p50_ms=1e3 * percentile(seconds, 50),
+                ttft_p99_ms=1e3 * percentile(seconds, 99),
+                itl_p50_ms=None,
+                itl_p99_ms=None,
+                **whole,
+            )
+        )
+    return lines
+
+
+class Refusals:
+    """The seconds of every refusal, out of the lines of a server's log."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def read(self, line: str) -> None:
+        """A line: one of JSON where a request is logged."""
+        if line.startswith("{"):
+            fields = json.loads(line)
+            if fields.get("status") == 429:
+                self.seconds.append(fields["total_s"])
 
 
 def resident_mb(pid: int) -> float:
@@ -168,10 +198,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     queued = f"--max-queued-requests {int(args.streams * _MORE) - _ROWS}"
     flags = [*f"{_FLAGS} {_BLOCKS} {queued}".split(), *flags]
     print(f"serve.py {' '.join(flags)}", file=sys.stderr)
+    refusals = Refusals()
     try:
-        with serving(flags) as server:
+        with serving(flags, log=refusals.read) as server:
             tally, memory_mb = asyncio.run(_watch(server.url, server.pid, args))
-        lines = summarise(tally, memory_mb, os.getloadavg()[0])
+        lines = summarise(tally, refusals.seconds, memory_mb, os.getloadavg()[0])
         line = lines[0]
         if line.end_mb > _GROWTH * line.third_mb:
             raise BenchError(

@@ -29,7 +29,7 @@ def test_twenty_streams_of_every_kind_are_kept_count_of_while_more_are_refused(m
     assert tally.open_streams == 0
     answered = sum(tally.finished.values())
     assert answered >= sum(saw.kind != "leaves early" for saw in tally.saw)
-    lines = {line.kind: line for line in soak.summarise(tally, MB, 1.0)}
+    lines = {line.kind: line for line in soak.summarise(tally, [0.1], MB, 1.0)}
     assert lines["all"].tokens == tally.tokens == sum(lines[kind].tokens for kind in KINDS)
     assert lines["all"].requests == len(tally.saw)
 
@@ -120,9 +120,18 @@ def tally_of(**changes):
 
 def test_a_queue_that_was_never_full_is_no_soak():
     with pytest.raises(BenchError, match="never full"):
-        soak.summarise(tally_of(refused_s=[]), MB, 1.0)
+        soak.summarise(tally_of(refused_s=[]), [], MB, 1.0)
     with pytest.raises(BenchError, match="greedy"):
-        soak.summarise(tally_of(saw=[]), MB, 1.0)
+        soak.summarise(tally_of(saw=[]), [], MB, 1.0)
+
+
+LOGGED = [
+    "a line of another kind",
+    '{"event": "engine", "running": 16}',
+    '{"event": "request", "status": 429, "total_s": 0.001}',
+    '{"event": "request", "status": 200, "total_s": 9.0}',
+    '{"event": "request", "status": 429, "total_s": 0.003}',
+]
 
 
 def test_the_table_has_a_line_for_every_kind_and_the_refusals_apart(tmp_path, monkeypatch, capsys):
@@ -141,17 +150,26 @@ def test_the_table_has_a_line_for_every_kind_and_the_refusals_apart(tmp_path, mo
             return None
 
     asked = []
+
+    def serving(flags, log):
+        asked.append(flags)
+        for line in LOGGED:
+            log(line)
+        return Serving()
+
     monkeypatch.setattr(soak, "_watch", watch)
-    monkeypatch.setattr(soak, "serving", lambda flags: asked.append(flags) or Serving())
+    monkeypatch.setattr(soak, "serving", serving)
     path = tmp_path / "soak.csv"
     assert soak.main(["--streams", "20", "--csv", str(path), "--dtype", "bfloat16"]) == 0
     assert asked[0][-4:] == ["--max-queued-requests", "8", "--dtype", "bfloat16"]
     with path.open(newline="") as file:
         rows = {row["kind"]: row for row in csv.DictReader(file)}
-    assert list(rows) == [*KINDS, "all", "refused"]
+    assert list(rows) == [*KINDS, "all", "refused", "refused, server's clock"]
     assert list(rows["all"]) == [field.name for field in fields(soak.Line)]
     assert float(rows["all"]["tokens_per_s"]) == 2 * len(KINDS) / 10
     assert (rows["refused"]["ttft_p50_ms"], rows["refused"]["itl_p50_ms"]) == ("200.0", "")
+    own = rows["refused, server's clock"]
+    assert (own["requests"], own["ttft_p50_ms"]) == ("2", "2.0")
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
     watched["memory"] = [100.0, 100.0, 100.0, 120.0]
     assert soak.main(["--streams", "20"]) == 1
