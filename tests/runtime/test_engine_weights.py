@@ -22,6 +22,8 @@ from jaxserve.model.canonical import (
     canonical_tree,
     check_canonical,
     engine_params,
+    pure_tree,
+    replace_params,
 )
 from jaxserve.model.definition import params_of
 from jaxserve.plan.buckets import PrefillBuckets
@@ -145,6 +147,17 @@ def test_canonical_weights_take_the_memory_of_the_old_ones(engine, booted):
     engine.update_params(module_of(TINY, seed=4))
     new = {a.unsafe_buffer_pointer() for a in jax.tree.leaves(booted.runner.params)}
     assert new == old
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_compilers_account_of_an_update_has_no_second_copy_of_the_weights(stacked):
+    module = module_of(TINY)
+    old, tree = params_of(module, stacked=stacked), pure_tree(module)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(old))
+    memory = replace_params.lower(old, tree, TINY, stacked).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == weights
+    unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes  # a table of pointers
+    assert memory.temp_size_in_bytes + unaliased < weights / 4
 
 
 @pytest.mark.parametrize("config", [TINY, FULL], ids=["tiny", "full"])
