@@ -125,7 +125,8 @@ def build_engine(
     check_switches(**switches)
     if config.capture_decode:
         check_capture_ready(**switches, buckets=buckets, read=read)
-    check_asked_sizes(model, config, boot, buckets, memory_stats())
+    borrowed = isinstance(params, Params)
+    check_asked_sizes(model, config, boot, buckets, memory_stats(), weights_placed=borrowed)
 
     size = format_bytes(weight_bytes(model, config.dtype))
     report(f"loading {checkpoint.name}: {size} of {config.dtype} weights")
@@ -180,7 +181,6 @@ def build_engine(
         )
     )
     report("allocating the pool")
-    borrowed = isinstance(params, Params)
     runner = allocate(placed, executables, shapes, pool, borrowed=borrowed)
     laps.lap(("pool", 1))
     if boot.warm and config.capture_decode:
@@ -310,6 +310,7 @@ def serve_engine(
         stop_profile=profiler.stop,
         read_weights=booted.runner.read_params,
         weights_directory=server.update_weights_dir,
+        log=log,
     )
     app = create_app(
         AppParts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.serve.async_engine import AsyncEngine
 from jaxserve.serve.http import Forbidden, read_body
 from jaxserve.serve.inbox import PauseMode
+from jaxserve.serve.logs import Log, no_log
 
 _MAX_BODY_BYTES = 64 * 2**10
 
@@ -115,6 +117,11 @@ def allowed_path(path: str, directory: Path) -> Path:
     return found
 
 
+def _file_bytes(path: Path) -> int:
+    files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
 def engine_actions(
     engine: AsyncEngine,
     *,
@@ -122,11 +129,13 @@ def engine_actions(
     stop_profile: Callable[[], str],
     read_weights: Callable[[Path], Any],
     weights_directory: Path | None = None,
+    log: Log = no_log,
 ) -> tuple[AdminAction, ...]:
     """What every engine can be told. The profile callables return the directory written to.
 
     ``read_weights`` makes of a checkpoint what the engine's ``update_params`` takes, beside the
-    running engine; only checkpoints under ``weights_directory`` are read.
+    running engine; only checkpoints under ``weights_directory`` are read. ``log`` gets a line when
+    an update begins and one when it is done.
     """
 
     async def reset_prefix_cache(arguments: NoArguments) -> Mapping[str, Any]:
@@ -163,12 +172,17 @@ def engine_actions(
                 "this server reads no weights: start it with --update-weights-dir", "path"
             )
         path = allowed_path(arguments.path, weights_directory)
+        start = time.monotonic()
+        size = await asyncio.to_thread(_file_bytes, path)
+        log("update_weights", {"path": str(path), "bytes": size})
         weights = await asyncio.to_thread(read_weights, path)
         version = await engine.call(
             lambda inner: inner.update_params(
                 weights, version=arguments.version, requests=arguments.requests
             )
         )
+        seconds = time.monotonic() - start
+        log("weights_updated", {"weight_version": version, "seconds": seconds})
         return {"status": "updated", "weight_version": version}
 
     return (

@@ -14,6 +14,7 @@ from jaxserve.config import SamplingParams
 from jaxserve.serve.admin import engine_actions
 from jaxserve.serve.app import create_app
 from jaxserve.serve.async_engine import AsyncEngine
+from jaxserve.serve.logs import no_log
 from tests.engine_harness import build, expected
 from tests.fakes import FakeRunner
 from tests.serve_fakes import ScriptedEngine, app_parts
@@ -66,6 +67,7 @@ async def app_over(engine, address: str = "127.0.0.1", weights_directory=None, *
         stop_profile=lambda: "/tmp/b",
         read_weights=lambda path: f"weights of {path.name}",
         weights_directory=weights_directory,
+        log=changes.get("log", no_log),
     )
     shape = ScriptedEngine(script=[5], max_model_len=engine.max_model_len)
     parts = app_parts(shape, engine=bridge, admin=actions, **changes)
@@ -257,6 +259,22 @@ async def test_weights_come_from_inside_the_allowed_directory_alone(tmp_path):
             assert said.status_code == 400
             assert said.json()["error"]["param"] == "path"
             assert "is no checkpoint under --update-weights-dir" in said.json()["error"]["message"]
+
+
+async def test_an_update_of_the_weights_is_logged_when_it_begins_and_when_it_is_done(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "params").write_bytes(b"12345")
+    lines = []
+
+    def log(event, fields):
+        lines.append((event, dict(fields)))
+
+    async with admin_client(weights_directory=tmp_path, log=log) as (client, _):
+        await client.post("/update_weights", json={"path": "model", "version": 7})
+        begun, done = (line for line in lines if "weights" in line[0])
+        assert begun == ("update_weights", {"path": str(tmp_path / "model"), "bytes": 5})
+        assert (done[0], done[1]["weight_version"]) == ("weights_updated", 7)
+        assert done[1]["seconds"] >= 0
 
 
 async def test_a_server_without_an_allowed_directory_reads_no_weights():
