@@ -22,6 +22,7 @@ from jaxserve.runtime.cross_compile import Build
 from jaxserve.runtime.executables import StepShapes
 from jaxserve.runtime.sizing import (
     RESERVE_BYTES,
+    check_asked_sizes,
     check_list_serves,
     decode_buckets,
     device_memory,
@@ -64,6 +65,8 @@ def price_deployment(
         buckets, num_heads=model.num_heads, max_rows=boot.warm_rows, max_width=boot.warm_width
     )
     try:
+        if platform == "cpu":  # a GPU's memory would have to be asked for
+            check_asked_sizes(model, config, boot, buckets, None)
         check_list_serves(capture, boot)
     except ConfigError as refusal:
         report(f"a boot with these flags would be refused: {refusal}")

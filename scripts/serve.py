@@ -52,7 +52,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> ServeSettings
     space, unknown = parser.parse_known_args(argv)
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1, cutoff=0.75)
         hint = f"; did you mean {near[0]}?" if near else "; --help lists the flags"
         raise ConfigError(f"unknown argument {unknown[0]}{hint}")
     given = vars(space)

@@ -1,8 +1,11 @@
 """What a request may ask for, refused by field."""
 
+from pathlib import Path
+
 import pytest
 
-from jaxserve.config import MAX_STOP_CHARACTERS, SamplingParams
+import jaxserve
+from jaxserve.config import MAX_STOP_CHARACTERS, BootConfig, SamplingParams
 from jaxserve.errors import InvalidRequest
 
 
@@ -58,3 +61,12 @@ def test_a_request_may_ask_for_its_prompt_alone_and_for_every_neutral_value():
     assert SamplingParams(max_tokens=0).max_tokens == 0
     assert SamplingParams(max_tokens=None, min_tokens=5).min_tokens == 5
     assert SamplingParams(logprobs=0, prompt_logprobs=20).prompt_logprobs == 20
+
+
+def test_a_cache_directory_may_be_a_string():
+    assert BootConfig(compile_cache_dir="/tmp/steps").compile_cache_dir == Path("/tmp/steps")
+
+
+def test_the_packages_names_are_found_before_they_are_imported():
+    assert "LLM" in dir(jaxserve)
+    assert all(getattr(jaxserve, name) for name in dir(jaxserve))

@@ -117,11 +117,14 @@ def check_asked_sizes(
     boot: BootConfig,
     buckets: DecodeBuckets,
     memory: Mapping[str, int] | None,
+    *,
+    weights_placed: bool = False,
 ) -> None:
     """Refuse, before any weight is read, what the flags and the memory alone show cannot be.
 
-    ``memory`` is the device's, still without the weights, None on a host. ``plan_sizes`` asks again
-    once the weights are placed and the workspace is known. Raises BootError.
+    ``memory`` is the device's, still without the weights unless ``weights_placed``, None on a host.
+    ``plan_sizes`` asks again once the weights are placed and the workspace is known. Raises
+    BootError.
     """
     if config.capture_decode:
         capture = plan_capture(
@@ -137,10 +140,17 @@ def check_asked_sizes(
     else:
         total = advised = memory["bytes_limit"] - memory["bytes_in_use"]
         where = "the device"
+    weights = 0 if weights_placed and memory is not None else weight_bytes(model, config.dtype)
+    if weights + RESERVE_BYTES > total:
+        raise ConfigError(
+            f"the model's {format_bytes(weights)} of {config.dtype} weights and a reserve of "
+            f"{format_bytes(RESERVE_BYTES)} do not fit the {format_bytes(total)} that {where} has; "
+            "use a smaller model or a narrower --dtype"
+        )
     check_asked_size(
         config,
         per_block,
-        available_bytes=total - weight_bytes(model, config.dtype) - RESERVE_BYTES,
+        available_bytes=total - weights - RESERVE_BYTES,
         advised_bytes=advised,
         where=where,
     )

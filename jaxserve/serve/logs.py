@@ -106,12 +106,20 @@ class EngineLog:
         self._log = log
         self._every_s = every_s
         self._clock = clock
-        self._last = EngineStats()
-        self._said_at = clock()
+        self._last = self._before = EngineStats()
+        self._said_at = self._stepped_at = clock()
 
     def observe_step(self, stats: EngineStats) -> None:
-        """Called after every step, on the engine thread; rates are since the line before."""
+        """Called after every step, on the engine thread.
+
+        Rates are since the line before, or since the engine began again after doing nothing.
+        """
         now = self._clock()
+        before, stepped_at = self._before, self._stepped_at
+        self._before, self._stepped_at = stats, now
+        if not before.num_running + before.num_waiting and now - stepped_at >= self._every_s:
+            self._last, self._said_at = before, now
+            return
         seconds = now - self._said_at
         if seconds < self._every_s:
             return

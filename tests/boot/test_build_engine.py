@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve import boot as boot_module
-from jaxserve.boot import build_engine
+from jaxserve.boot import build_engine, resolve
 from jaxserve.checkpoint.load import Checkpoint
 from jaxserve.config import BootConfig, EngineConfig, SamplingParams
 from jaxserve.errors import BootError, BootUnsound, CaptureTooSmall, ConfigError, NoExecutable
@@ -59,6 +59,7 @@ class Weights:
 CHECKPOINT = Checkpoint(name="tiny", config=MODEL, tokenizer=None, tensors=Weights())
 CONFIG = EngineConfig(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, block_size=8)
 NAMES = ["permute", "write_counts", "decode 1x64", "decode 2x64", "prefill 32"]
+MIB = 2**20
 GIB = 2**30
 
 
@@ -319,6 +320,38 @@ def test_what_the_flags_alone_rule_out_is_refused_before_a_weight_is_read(config
             capture_recorder=must_not_compile,
         )
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("memory", "where"),
+    [(None, "this host"), ({"bytes_limit": 9 * MIB, "bytes_in_use": MIB}, "the device")],
+)
+def test_weights_larger_than_the_memory_are_refused_before_one_is_read(monkeypatch, memory, where):
+    monkeypatch.setattr(sizing, "physical_bytes", lambda: 8 * MIB)
+    told = rf"weights and a reserve of .* do not fit the 8.00 MiB that {where} has; use a smaller"
+    with pytest.raises(ConfigError, match=told):
+        build_engine(
+            replace(CHECKPOINT, tensors=Unread()),
+            replace(CONFIG, num_blocks=9),
+            capture_recorder=must_not_compile,
+            memory_stats=lambda: memory,
+        )
+
+
+def test_weights_that_are_on_the_device_already_are_not_counted_twice():
+    def check(weights_placed):
+        sizing.check_asked_sizes(
+            MODEL,
+            resolve(CONFIG, MODEL, "cpu"),
+            BootConfig(),
+            sizing.decode_buckets(CONFIG),
+            {"bytes_limit": 2 * sizing.RESERVE_BYTES, "bytes_in_use": sizing.RESERVE_BYTES},
+            weights_placed=weights_placed,
+        )
+
+    check(weights_placed=True)
+    with pytest.raises(ConfigError, match="do not fit"):
+        check(weights_placed=False)
 
 
 def test_a_pool_larger_than_the_device_is_refused_before_a_weight_is_read():

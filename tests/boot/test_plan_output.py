@@ -114,3 +114,11 @@ def test_a_context_the_pool_cannot_hold_is_refused_as_a_boot_refuses_it(model):
     assert done.returncode == 1
     assert "--kv-cache-memory-bytes" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_plan_of_weights_that_do_not_fit_this_host_says_that_its_boot_would_be_refused(tmp_path):
+    huge = CONFIG | {"hidden_size": 2**16, "intermediate_size": 2**22, "num_hidden_layers": 64}
+    (tmp_path / "config.json").write_text(json.dumps(huge))
+    done = serve(tmp_path, "--plan", "--kv-cache-memory-bytes", str(POOL_BYTES * 64))
+    assert done.returncode == 0, done.stderr
+    assert "a boot with these flags would be refused: the model's" in done.stderr

@@ -156,6 +156,17 @@ def test_the_engine_is_told_of_every_ten_seconds_while_it_does_something():
     }
 
 
+def test_an_hour_without_requests_does_not_count_in_the_engines_rates():
+    lines, now = Lines(), [0.0]
+    log = EngineLog(lines, clock=lambda: now[0])
+    log.observe_step(EngineStats(generation_tokens=50))
+    for second in range(11):
+        now[0] = 3600.0 + second
+        log.observe_step(EngineStats(num_running=1, generation_tokens=50 + 20 * second))
+    [(_, line)] = lines
+    assert line["generation_tokens_per_s"] == 20.0
+
+
 class Stalled(io.StringIO):
     """A stream whose reader does not read until it is let go."""
 
