@@ -2,7 +2,7 @@
 
 A new implementation joins by adding its name to DECODE or PREFILL; kernels run interpreted here.
 All checks of a case share one compiled shape: 8 rows for decode, 6 segments in 192 tokens for
-prefill.
+prefill. The Hopper kernel, whose interpreter takes seconds a call, meets each kind of check once.
 """
 
 from dataclasses import dataclass, replace
@@ -100,6 +100,27 @@ CASES = (
 every_decode = pytest.mark.parametrize("implementation", DECODE)
 every_prefill = pytest.mark.parametrize("implementation", PREFILL)
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+HOPPER = "streamed_mosaic"
+HALF = {"dtype": "float16", "pool_dtype": "float16"}
+HOPPER_CASES = (
+    next(case for case in CASES if case.dtype == case.pool_dtype == "bfloat16"),
+    replace(CAPPED, name=f"{CAPPED.name} in float16", **HALF),
+)
+HOPPER_PLAIN = replace(PLAIN, name="groups of 3 in float16", num_heads=3, num_kv_heads=1, **HALF)
+needs_newer_jax = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2),
+    reason=f"NOT CHECKED, the Hopper kernel needs jax 0.11.2, this is {jax.__version__}",
+)
+hopper_cases = pytest.mark.parametrize("case", HOPPER_CASES, ids=[c.name for c in HOPPER_CASES])
+every_plain_decode = pytest.mark.parametrize(
+    ("implementation", "plain"),
+    [
+        *((name, PLAIN) for name in DECODE),
+        pytest.param(HOPPER, HOPPER_PLAIN, marks=needs_newer_jax),
+    ],
+    ids=[*DECODE, HOPPER],
+)
 
 
 # ---- worlds ----------------------------------------------------------------------------------
@@ -223,6 +244,13 @@ def test_decode_equals_the_reference_at_every_edge_length(case, implementation):
     check(case, decode(case, implementation, world, 2), decode_wanted(case, world, 2))
 
 
+@needs_newer_jax
+@hopper_cases
+def test_the_hopper_decode_equals_the_reference_at_every_edge_length(case):
+    world = make_world(case, edge_lengths(case), 1)
+    check(case, decode(case, HOPPER, world, 2), decode_wanted(case, world, 2))
+
+
 @every_decode
 @given(lengths=st.lists(st.integers(0, 300), min_size=8, max_size=8), seed=st.integers(0, 2**16))
 def test_decode_equals_the_reference_for_any_lengths(implementation, lengths, seed):
@@ -230,10 +258,10 @@ def test_decode_equals_the_reference_for_any_lengths(implementation, lengths, se
     check(PLAIN, decode(PLAIN, implementation, world, seed), decode_wanted(PLAIN, world, seed))
 
 
-@every_decode
-def test_empty_rows_give_zeros(implementation):
-    world = make_world(PLAIN, [0] * 8, 3)
-    np.testing.assert_array_equal(np.asarray(decode(PLAIN, implementation, world, 4)), 0.0)
+@every_plain_decode
+def test_empty_rows_give_zeros(implementation, plain):
+    world = make_world(plain, [0] * 8, 3)
+    np.testing.assert_array_equal(np.asarray(decode(plain, implementation, world, 4)), 0.0)
 
 
 # ---- prefill ---------------------------------------------------------------------------------
@@ -289,6 +317,18 @@ def test_a_decode_row_has_the_same_bits_in_any_row_of_any_batch(implementation, 
     picked = list(order[:rows])
     run = compiled(paged_attention, PLAIN, implementation)
     part = run(
+        queries[picked], world.k_pool, world.v_pool, world.tables[picked], world.lengths[picked]
+    )
+    np.testing.assert_array_equal(np.asarray(part), whole[picked])
+
+
+@needs_newer_jax
+def test_a_hopper_decode_row_has_the_same_bits_in_any_row_of_any_batch():
+    world = make_world(HOPPER_PLAIN, [300, 1, 129, 64], 9)
+    queries = decode_queries(HOPPER_PLAIN, world, 10)
+    whole = np.asarray(decode(HOPPER_PLAIN, HOPPER, world, 10))
+    picked = [2, 0]
+    part = compiled(paged_attention, HOPPER_PLAIN, HOPPER)(
         queries[picked], world.k_pool, world.v_pool, world.tables[picked], world.lengths[picked]
     )
     np.testing.assert_array_equal(np.asarray(part), whole[picked])
@@ -359,12 +399,12 @@ def test_the_prefill_check_fails_when_queries_sit_one_place_off(implementation, 
         check(PLAIN, got, prefill_wanted(PLAIN, right, QUERIES, 18))
 
 
-@every_decode
-def test_poison_inside_a_row_reaches_that_row_and_no_other(implementation):
-    world = make_world(PLAIN, [0, 40, 50, 60, 0, 0, 0, 0], 19)
-    clean = np.asarray(decode(PLAIN, implementation, world, 20))
+@every_plain_decode
+def test_poison_inside_a_row_reaches_that_row_and_no_other(implementation, plain):
+    world = make_world(plain, [0, 40, 50, 60, 0, 0, 0, 0], 19)
+    clean = np.asarray(decode(plain, implementation, world, 20))
     world.v_pool[world.tables[2, 1], :, 3] = np.nan
-    poisoned = np.asarray(decode(PLAIN, implementation, world, 20))
+    poisoned = np.asarray(decode(plain, implementation, world, 20))
     assert np.isnan(poisoned[2]).all()
     others = [0, 1, 3, 4, 5, 6, 7]
     np.testing.assert_array_equal(poisoned[others], clean[others])
