@@ -92,7 +92,7 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Finished outputs in the order of ``prompts``: texts or lists of token ids.
+        """Finished outputs in the order of ``prompts``; see ``PromptType``.
 
         One SamplingParams for all, or one a prompt. A refused prompt refuses the call. Raises
         InvalidRequest, RequestFailed.
@@ -145,6 +145,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """``generate`` over conversations: one, or a list of them."""
         text = self._pending.text
+        if isinstance(messages, str):
+            raise InvalidRequest(
+                "a conversation is a list of messages such as {'role': 'user', 'content': ...}, "
+                f"not {messages[:20]!r}; generate takes a text",
+                "messages",
+            )
         if messages and isinstance(messages[0], Mapping):
             messages = [messages]  # type: ignore[list-item]
         rendered = [
@@ -171,6 +177,12 @@ class LLM:
         other, as they did when they were generated from that prompt: in deterministic mode the
         result is then bit for bit what ``generate`` returned.
         """
+        if not len(token_ids) or not all(hasattr(token, "__index__") for token in token_ids):
+            raise InvalidRequest(
+                f"token_ids={str(token_ids)[:40]!r}: at least one token id; encode makes them of a "
+                "text",
+                "token_ids",
+            )
         if num_prompt_tokens is None:
             num_prompt_tokens = len(token_ids)
         if not 1 <= num_prompt_tokens <= len(token_ids):
@@ -242,7 +254,13 @@ class LLM:
         """Start to save the model as a directory with config.json and an Orbax checkpoint.
 
         ``Saving.wait`` says when it is whole; the engine may run and be updated meanwhile. What is
-        saved is what ``LLM(directory)`` and the server load, and what the nnx module restores.
+        saved is what ``LLM(directory)`` and the server load. The nnx module takes it, with or
+        without jaxserve, as its pure dict::
+
+            tree = ocp.StandardCheckpointer().restore(saving.wait())
+            state = nnx.state(module)
+            nnx.replace_by_pure_dict(state, nnx.restore_int_paths(tree))
+            nnx.update(module, state)
         """
         directory = Path(directory).expanduser()
         if directory.exists():
@@ -284,7 +302,7 @@ class LLM:
 
 
 def _batch(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     if len(prompts) and hasattr(prompts[0], "__index__"):  # numpy's integers too
         return [prompts]  # type: ignore[list-item]

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tqdm import tqdm
 
 from jaxserve.config import SamplingParams
-from jaxserve.errors import ConfigError, NotReady, RequestFailed
+from jaxserve.errors import ConfigError, InvalidRequest, NotReady, RequestFailed
 from jaxserve.outputs import Choice, PendingRequest
 from jaxserve.runtime.engine import Engine
 from jaxserve.serve.calls import child_params
 from jaxserve.serve.text import Text
 
-PromptType = str | Sequence[int]
+PromptType = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or one of them as vLLM's ``{"prompt": text}``, ``{"prompt_token_ids": ids}``."""
+
+
+def text_or_ids(prompt: PromptType) -> str | Sequence[int]:
+    """What a prompt holds. Raises InvalidRequest."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    known = sorted(prompt.keys() & {"prompt", "prompt_token_ids"})
+    if len(prompt) != 1 or not known:
+        raise InvalidRequest(
+            f"a prompt with {', '.join(map(repr, prompt)) or 'nothing in it'}: give 'prompt' or "
+            "'prompt_token_ids', and nothing else",
+            "prompt",
+        )
+    return prompt[known[0]]
 
 
 class PendingRequests:
@@ -43,8 +59,9 @@ class PendingRequests:
     ) -> PendingRequest:
         """Queue all choices of a request; a refused one leaves nothing behind."""
         engine = self._open()
-        text = prompt if isinstance(prompt, str) else None
-        tokens = self.text.encode(prompt) if isinstance(prompt, str) else prompt
+        given = text_or_ids(prompt)
+        text = given if isinstance(given, str) else None
+        tokens = self.text.encode(given) if isinstance(given, str) else given
         ids = tuple(map(operator.index, tokens))
         params = self._spelled(params)
         name = str(self._num_requests)
@@ -75,7 +92,7 @@ class PendingRequests:
         engine = self._open()
         updates = engine.step()
         if not updates and not engine.has_unfinished_requests():
-            raise NotReady("the engine sleeps: wake it before you wait for what it keeps")
+            raise NotReady("the engine sleeps: call wake() first; what was asked before is kept")
         for update in updates:
             request = self._owners.get(update.request_id)
             if request is None:

@@ -23,10 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from jaxserve.boot import resolve
 from jaxserve.checkpoint import Checkpoint, load_checkpoint
-from jaxserve.config import EngineConfig, ModelConfig, SamplingParams
+from jaxserve.config import BootConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.model.attention import KVPool
 from jaxserve.model.params import Params
@@ -49,9 +50,12 @@ from jaxserve.plan.batch import (
 )
 from jaxserve.plan.buckets import DecodeBuckets, DecodeShape, PrefillBuckets
 from jaxserve.plan.capture import plan_capture
+from jaxserve.runtime.admission import check_tokens
 from jaxserve.runtime.booted import BootedEngine
-from jaxserve.runtime.compiler import compile_executables
-from jaxserve.runtime.executables import Executables, StepShapes, shape_structs, zeros
+from jaxserve.runtime.compile_cache import CompileCache
+from jaxserve.runtime.compiler import StepCompiler, compile_executables
+from jaxserve.runtime.executables import Built, Executables, StepShapes, shape_structs, zeros
+from jaxserve.runtime.fingerprint import environment_parts
 from jaxserve.runtime.placing import place_params
 from jaxserve.runtime.sizing import decode_buckets, step_shapes
 from jaxserve.runtime.steps import (
@@ -89,6 +93,7 @@ __all__ = [
     "jit_prefill",
     "load_checkpoint",
     "mask_spec",
+    "pack_mask",
     "permute_rows",
     "plan_capture",
     "prefill_batch_specs",
@@ -108,6 +113,8 @@ _OF_THE_ENGINE = (
     "allowed_token_ids",
     "bad_words",
     "bad_words_token_ids",
+    "stop",
+    "stop_token_ids",
 )
 
 
@@ -186,8 +193,11 @@ class CompiledSteps:
         greedy. When a row ends is the loop's. ``starts[i]`` (0) tokens of prompt i are skipped:
         they lie in its row already, so a prompt longer than a batch goes in piece by piece.
         Raises InvalidRequest for a setting that only an engine acts on, for a prompt without
-        tokens to compute or without room, and for more tokens than the largest batch.
+        tokens to compute or without room, for ids that the vocabulary has not, and for more tokens
+        than the largest batch.
         """
+        if any(hasattr(prompt, "__index__") for prompt in prompts):
+            raise InvalidRequest("prompts is a list of lists of token ids", "prompt")
         rows = range(len(prompts)) if rows is None else rows
         most = self.shapes.max_num_seqs
         wrong = next((row for row in rows if not 0 <= row < most), None)
@@ -196,6 +206,9 @@ class CompiledSteps:
         starts = [0] * len(prompts) if starts is None else starts
         if settings is None or isinstance(settings, SamplingParams):
             settings = [settings or SamplingParams(temperature=0.0)] * len(prompts)
+        for what, given in (("settings", settings), ("rows", rows), ("starts", starts)):
+            if len(given) != len(prompts):
+                raise InvalidRequest(f"{len(given)} {what} for {len(prompts)} prompts", what)
         chunks = [
             self._chunk(list(prompt), start, row, params)
             for prompt, start, row, params in zip(prompts, starts, rows, settings, strict=True)
@@ -248,14 +261,18 @@ class CompiledSteps:
         """One token for each of the first ``shape.rows`` rows (all). See ``decode_step``.
 
         ``sits_out_B`` bool: rows that stay as they are, and draw nonsense; None: no row does.
-        ``mask_BW`` uint32: the tokens each may draw; None bans nothing.
+        ``mask_BW`` uint32: the tokens each may draw, token t in bit t % 32 of word t // 32 (see
+        ``pack_mask``); None bans nothing. Raises InvalidRequest for one of another shape.
         """
         shape = shape or self.buckets.shapes[-1]
         new_blocks_B = _full(new_blocks_spec(shape.rows), NULL_BLOCK)  # rows own theirs already
         if sits_out_B is not None:
+            _check("sits_out_B", np.shape(sits_out_B), (shape.rows,), "a bool a row")
             new_blocks_B[np.asarray(sits_out_B, bool)] = SIT_OUT
+        spec = mask_spec(shape.rows, self.shapes.model.vocab_size)
         if mask_BW is None:
-            mask_BW = _full(mask_spec(shape.rows, self.shapes.model.vocab_size), ALL_ALLOWED)
+            mask_BW = _full(spec, ALL_ALLOWED)
+        _check("mask_BW", mask_BW.shape, spec.shape, "pack_mask makes it of a bool a token")
         step = self.executables.decode_for(shape)
         return step(params, pool, state, new_blocks_B, mask_BW)
 
@@ -278,10 +295,13 @@ class CompiledSteps:
         for name in _OF_THE_ENGINE:
             if getattr(params, name) != getattr(_NEUTRAL, name):
                 raise InvalidRequest(
-                    f"{name}={getattr(params, name)!r} is acted on between steps, by an engine or "
-                    "by your own loop: change mask_SW or the state's arrays",
+                    f"{name}={getattr(params, name)!r} is what an engine does between two steps; "
+                    "so does your loop, with more rows, a mask or the state's arrays",
                     name,
                 )
+        if not prompt:
+            raise InvalidRequest("a prompt of 0 tokens: at least one is computed", "prompt")
+        check_tokens(prompt, "prompt", self.shapes.model.vocab_size)
         room = self.buckets.max_model_len
         if not 0 <= start < len(prompt) < room:
             raise InvalidRequest(
@@ -303,18 +323,48 @@ class CompiledSteps:
         return Chunk(request, start, len(prompt), blocks, samples=True, row=row)
 
 
-def compile_steps(model: ModelConfig, config: EngineConfig | None = None) -> CompiledSteps:
+def pack_mask(allowed_BV: np.ndarray) -> np.ndarray:
+    """``mask_BW`` of a bool for each row and token: uint32 [B, ceil(V / 32)]."""
+    allowed_BV = np.asarray(allowed_BV, bool)
+    spare = -allowed_BV.shape[1] % 32
+    bits = np.packbits(np.pad(allowed_BV, ((0, 0), (0, spare))), axis=1, bitorder="little")
+    return bits.view("<u4").astype(np.uint32)
+
+
+def compile_steps(
+    model: ModelConfig,
+    config: EngineConfig | None = None,
+    boot: BootConfig | None = None,
+    *,
+    use_tqdm: bool = True,
+) -> CompiledSteps:
     """Compile every step that ``config`` asks for, from specs: no weight and no pool exists yet.
 
     ``max_num_seqs`` rows of ``max_model_len`` tokens; batches of ``max_num_batched_tokens``. The
-    pool has a block for each of them. Raises ConfigError.
+    pool has a block for each of them. ``boot`` may name a directory that keeps executables for the
+    next time. Raises ConfigError.
     """
     platform = jax.default_backend()
     config = resolve(config or EngineConfig(), model, platform)
     buckets = decode_buckets(config)
     num_blocks = config.max_num_seqs * config.blocks_per_row + 1
     shapes = step_shapes(model, config, buckets.shapes, num_blocks, platform)
-    executables = compile_executables(shapes, workers=os.cpu_count() or 1)
+    directory = None if boot is None else boot.compile_cache_dir
+    compiler = StepCompiler(
+        shapes=shapes,
+        platform=platform,
+        cache=None if directory is None else CompileCache(directory),
+        environment={} if directory is None else environment_parts(""),
+    )
+    with tqdm(desc="executables", disable=not use_tqdm, leave=False) as bar:
+
+        def progress(built: Built, done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        executables = compile_executables(
+            shapes, compiler=compiler, workers=os.cpu_count() or 1, progress=progress
+        )
     return CompiledSteps(shapes=shapes, buckets=buckets, executables=executables)
 
 
@@ -344,6 +394,11 @@ def steps_of(booted: BootedEngine) -> CompiledSteps:
 
 
 _NEUTRAL = SamplingParams()
+
+
+def _check(what: str, given: tuple[int, ...], wanted: tuple[int, ...], hint: str) -> None:
+    if given != wanted:
+        raise InvalidRequest(f"{what} has shape {given}, must have {wanted}: {hint}", what)
 
 
 def _full(spec: ArraySpec, value: int = 0) -> np.ndarray:

@@ -190,6 +190,23 @@ def test_a_request_that_is_refused_leaves_nothing_behind(llm):
     assert llm.stats().num_running + llm.stats().num_waiting == 0
 
 
+def test_a_prompt_may_come_as_vllms_mapping(llm):
+    (plain,) = llm.generate([PROMPT], GREEDY)
+    for given in ({"prompt_token_ids": PROMPT}, [{"prompt_token_ids": PROMPT}]):
+        (output,) = llm.generate(given, GREEDY)
+        assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    with pytest.raises(InvalidRequest, match="'prompt_token_ids', 'multi_modal_data'"):
+        llm.generate({"prompt_token_ids": PROMPT, "multi_modal_data": {}}, GREEDY)
+
+
+def test_a_text_where_messages_or_token_ids_belong_is_refused_in_a_line(llm):
+    with pytest.raises(InvalidRequest, match="a list of messages"):
+        llm.chat("hello")
+    for wrong in ("hello", ["hello"], []):
+        with pytest.raises(InvalidRequest, match="at least one token id"):
+            llm.score(wrong)
+
+
 def test_a_progress_bar_counts_the_prompts(llm, capsys):
     llm.generate([PROMPT, PROMPT], GREEDY, use_tqdm=True)
     said = capsys.readouterr().err
@@ -291,7 +308,7 @@ def test_a_request_that_fails_tells_its_own_reader_alone(llm):
 def test_waiting_for_a_sleeping_engine_is_refused(llm):
     llm.sleep()
     try:
-        with pytest.raises(NotReady, match="wake it"):
+        with pytest.raises(NotReady, match=r"wake\(\) first"):
             llm.generate(PROMPT, GREEDY)
     finally:
         llm.wake()

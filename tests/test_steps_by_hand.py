@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve import EngineConfig, SamplingParams
+from jaxserve import BootConfig, EngineConfig, SamplingParams
 from jaxserve.boot import resolve
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.model.attention import kv_pool_specs
@@ -33,6 +33,7 @@ from jaxserve.steps import (
     shape_structs,
     steps_of,
 )
+from jaxserve.steps import pack_mask as mask_of
 from tests.models import TINY, module_of, pack_mask
 
 CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32, block_size=8)
@@ -252,10 +253,40 @@ def test_what_only_an_engine_acts_on_is_refused_by_name(steps):
     for setting in ({"n": 2}, {"presence_penalty": 1.0}, {"allowed_token_ids": (1,)}):
         with pytest.raises(InvalidRequest, match=f"{next(iter(setting))}="):
             steps.pack([A], SamplingParams(**setting))
+    with pytest.raises(InvalidRequest, match="stop="):
+        steps.pack([A], SamplingParams(stop="a"))
     with pytest.raises(InvalidRequest, match="0 tokens"):
         steps.pack([[]])
+    with pytest.raises(InvalidRequest, match="1 settings for 2 prompts"):
+        steps.pack([A, B], [SamplingParams()])
+    with pytest.raises(InvalidRequest, match="a list of lists"):
+        steps.pack(A)
+    with pytest.raises(InvalidRequest, match=f"token {TINY.vocab_size} is outside the vocabulary"):
+        steps.pack([[TINY.vocab_size]])
     with pytest.raises(InvalidRequest, match="in a row of 64"):
         steps.pack([[1] * 64], starts=[60])
+
+
+def test_a_mask_is_a_bit_a_token_and_one_of_another_shape_is_refused(steps, params):
+    allowed = np.random.default_rng(0).random((3, TINY.vocab_size)) < 0.5
+    by_bit = [pack_mask(set(np.flatnonzero(row).tolist()), TINY.vocab_size) for row in allowed]
+    np.testing.assert_array_equal(mask_of(allowed), np.stack(by_bit))
+    pool, state = steps.allocate()
+    with pytest.raises(InvalidRequest, match=r"mask_BW has shape \(4, \d+\), .*pack_mask"):
+        steps.decode(params, pool, state, mask_BW=np.ones((4, TINY.vocab_size), bool))
+    with pytest.raises(InvalidRequest, match=r"sits_out_B has shape \(3,\), must have \(4,\)"):
+        steps.decode(params, pool, state, sits_out_B=np.zeros(3, bool))
+
+
+def test_a_second_compile_of_the_same_steps_takes_them_from_the_directory(tmp_path):
+    boot = BootConfig(compile_cache_dir=tmp_path)
+    config = replace(CONFIG, max_num_seqs=1)
+    kinds = [
+        {built.cache for built in compile_steps(TINY, config, boot, use_tqdm=False).executables.all}
+        for _ in range(2)
+    ]
+    assert kinds[1] == {"hit"}
+    assert "hit" not in kinds[0]
 
 
 def test_an_engines_own_steps_are_taken_as_they_are(steps, booted):

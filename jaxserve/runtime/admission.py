@@ -52,7 +52,7 @@ class Admission:
             cache_salt=cache_salt,
             group=group,
             rules=rules.with_mask(mask),
-            forced=self._check_tokens(continuation, "continuation"),
+            forced=check_tokens(continuation, "continuation", self._vocab_size),
         )
 
     def _check_prompt(self, prompt: list[int], *, alone: bool) -> None:
@@ -68,13 +68,14 @@ class Admission:
                 "prompt",
                 "context_length_exceeded",
             )
-        self._check_tokens(prompt, "prompt")
+        check_tokens(prompt, "prompt", self._vocab_size)
 
-    def _check_tokens(self, tokens: Sequence[int], field: str) -> tuple[int, ...]:
-        if tokens and (min(tokens) < 0 or max(tokens) >= self._vocab_size):
-            wrong = next(token for token in tokens if not 0 <= token < self._vocab_size)
-            raise InvalidRequest(
-                f"{field} token {wrong} is outside the vocabulary, 0 to {self._vocab_size - 1}",
-                field,
-            )
-        return tuple(tokens)
+
+def check_tokens(tokens: Sequence[int], field: str, vocab_size: int) -> tuple[int, ...]:
+    """``tokens``. Raises InvalidRequest for one that is outside the vocabulary."""
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise InvalidRequest(
+            f"{field} token {wrong} is outside the vocabulary, 0 to {vocab_size - 1}", field
+        )
+    return tuple(tokens)
