@@ -137,9 +137,12 @@ class TunixRollout:
         """The tokenizer's."""
         return self._tokenizer.eos_id()
 
-    def model(self) -> nnx.Module:
-        """The module whose weights were given last."""
-        return self._actor
+    def model(self) -> None:
+        """None: a trainer that found its own module here would take the weights for shared.
+
+        It would then send none, and the engine, which has them in a layout of its own, would roll
+        out with the first ones for ever.
+        """
 
     def _load(self) -> None:
         dtype = jnp.dtype(self._llm.engine.config.dtype)

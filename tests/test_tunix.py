@@ -98,7 +98,7 @@ def own_logprobs(module, tokens):
 
 def test_rollouts_are_of_the_actors_weights_and_padded_as_a_trainer_wants(rollout):
     output = rollout.generate(["hello", "ab"], RolloutConfig())
-    module = rollout.model()
+    module = module_of(TINY, seed=1)
     for i, prompt in enumerate(([1, *b"hello"], [1, *b"ab"])):
         tokens = output.tokens[i].tolist()
         expected = greedy(module, prompt, 6)
@@ -110,6 +110,10 @@ def test_rollouts_are_of_the_actors_weights_and_padded_as_a_trainer_wants(rollou
         assert output.logprobs is not None
         assert len(output.logprobs[i]) == len(tokens)
     chex.assert_type(output.left_padded_prompt_tokens, np.int32)
+
+
+def test_a_trainer_finds_no_module_here_that_it_could_take_for_its_own(rollout):
+    assert rollout.model() is None
 
 
 def test_a_prompt_longer_than_the_padding_widens_it_to_a_power_of_two(rollout):
@@ -140,7 +144,7 @@ def test_log_probabilities_of_padded_rows_are_the_modules(rollout):
     completions = np.asarray([[33, 2, 0, 0], [8, 9, 10, 11]], np.int32)
     logps = rollout.get_per_token_logps(jnp.asarray(prompts), jnp.asarray(completions))
     chex.assert_shape(logps, (2, 4))
-    module = rollout.model()
+    module = module_of(TINY, seed=1)
     np.testing.assert_allclose(logps[0, :2], own_logprobs(module, [1, 7, 9, 33, 2])[2:], atol=2e-5)
     np.testing.assert_array_equal(logps[0, 2:], 0)
     np.testing.assert_allclose(
@@ -215,3 +219,57 @@ def test_the_class_answers_all_that_tunix_itself_asks_for(llm):
     ).generate(["abc"], tunix.RolloutConfig(temperature=0.0, max_tokens_to_generate=3))
     for field in tunix.RolloutOutput.__dataclass_fields__:
         assert hasattr(output, field), field
+
+
+class Actor(nnx.Module):
+    """A policy as Tunix calls one; its prompts need no padding here, so no mask."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def __call__(self, input_tokens, positions, cache, attention_mask):
+        return self.policy(input_tokens), cache
+
+
+def test_tunixs_own_grpo_learner_raises_a_reward_and_sends_its_weights_every_step(llm):
+    """The reward is the share of even letters."""
+    why = "NOT CHECKED, a GRPO loop of Tunix itself: pip install google-tunix brings it"
+    cluster = pytest.importorskip("tunix.rl.rl_cluster", reason=why, exc_type=ImportError)
+    grpo = pytest.importorskip("tunix.rl.grpo.grpo_learner", reason=why, exc_type=ImportError)
+    base = pytest.importorskip("tunix.rl.rollout.base_rollout", reason=why, exc_type=ImportError)
+    optax = pytest.importorskip("optax", reason=why)
+    steps, first = 10, llm.weight_version
+    rewards, versions = [], []
+
+    def even_letters(prompts, completions, **columns):
+        shares = [np.mean([ord(c) % 2 == 0 for c in text] or [0]) for text in completions]
+        rewards.append(np.mean(shares))
+        versions.append(llm.weight_version - first)
+        return [float(share) for share in shares]
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    roles = (cluster.Role.ACTOR, cluster.Role.REFERENCE, cluster.Role.ROLLOUT)
+    engine = rollout_engine(llm, canonical=lambda state: nnx.to_pure_dict(state)["policy"])
+    config = cluster.ClusterConfig(
+        role_to_mesh=dict.fromkeys(roles, mesh),
+        rollout_engine=engine,
+        training_config=cluster.RLTrainingConfig(
+            actor_optimizer=optax.adam(2e-2), eval_every_n_steps=steps + 1, max_steps=steps
+        ),
+        rollout_config=base.RolloutConfig(
+            max_tokens_to_generate=8, max_prompt_length=8, temperature=1.0, return_logprobs=True
+        ),
+    )
+    learner = grpo.GRPOLearner(
+        rl_cluster=cluster.RLCluster(
+            actor=Actor(module_of(TINY, seed=1)),
+            reference=Actor(module_of(TINY, seed=1)),
+            tokenizer=Letters(),
+            cluster_config=config,
+        ),
+        algo_config=grpo.GRPOConfig(num_generations=8, beta=0.0),
+        reward_fns=even_letters,
+    )
+    learner.train([{"prompts": np.array(["abcdefg"])}] * steps)
+    assert versions == list(range(1, steps + 1))
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.2
