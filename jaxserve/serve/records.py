@@ -94,7 +94,8 @@ def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 def _refuse_unimplemented(name: str, value: Any, neutral: tuple[Any, ...]) -> NoReturn:
     wanted = " or ".join(json.dumps(item) for item in (*neutral, None))
-    shown = f"a {type(value).__name__}" if isinstance(value, dict | list) else json.dumps(value)
+    sized = isinstance(value, dict | list)
+    shown = f"a {type(value).__name__} of {len(value)}" if sized else json.dumps(value)
     raise InvalidRequest(
         f"{name} is not supported here: leave it out or send {wanted}, not {shown[:100]}",
         name,

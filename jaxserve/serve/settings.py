@@ -54,6 +54,11 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: use 0 (any free one) to 65535, e.g. 8000")
+        if self.update_weights_dir is not None:
+            if not self.enable_admin:
+                raise ConfigError("--update-weights-dir is for /update_weights: add --enable-admin")
+            if not self.update_weights_dir.is_dir():
+                raise ConfigError(f"--update-weights-dir {self.update_weights_dir}: no directory")
         if self.max_queued_requests < 0:
             raise ConfigError(
                 f"--max-queued-requests {self.max_queued_requests}: must be at least 0, e.g. 1024"

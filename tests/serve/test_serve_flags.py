@@ -244,6 +244,9 @@ def test_version_prints_the_packages_own(capsys):
         (["--max-queued-requests", "-1"], "--max-queued-requests", "e.g. 1024"),
         (["--metrics-prefix", "a b"], "--metrics-prefix", "e.g. vllm"),
         (["--warm-rows", "0"], "--warm-rows", "at least 1"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size", "--help lists"),
+        (["--update-weights-dir", "/"], "--update-weights-dir", "add --enable-admin"),
+        (["--enable-admin", "--update-weights-dir", "/none"], "/none", "no directory"),
         (["--enforce-eager", "--cuda-graphs"], "--enforce-eager", "leave --cuda-graphs"),
     ],
 )
