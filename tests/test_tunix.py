@@ -231,7 +231,22 @@ class Actor(nnx.Module):
         return self.policy(input_tokens), cache
 
 
-def test_tunixs_own_grpo_learner_raises_a_reward_and_sends_its_weights_every_step(llm):
+@pytest.fixture
+def loose_promotion():
+    """Tunix mixes dtypes and ranks, in threads of its own too."""
+    options = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
+    strict = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in strict.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.filterwarnings("ignore")  # Tunix's own
+def test_tunixs_own_grpo_learner_raises_a_reward_and_sends_its_weights_every_step(
+    llm, loose_promotion
+):
     """The reward is the share of even letters."""
     why = "NOT CHECKED, a GRPO loop of Tunix itself: pip install google-tunix brings it"
     cluster = pytest.importorskip("tunix.rl.rl_cluster", reason=why, exc_type=ImportError)
