@@ -27,6 +27,11 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+@jinja2.pass_context  # what is said to need the context is not worked out when compiled
+def _as_it_is(context: jinja2.runtime.Context, value: Any) -> Any:
+    return value
+
+
 # Names a template gets from the server itself.
 _RESERVED = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"}
@@ -36,10 +41,15 @@ _RESERVED = frozenset(
 def compile_template(source: str, now: Callable[[], datetime] = datetime.now) -> jinja2.Template:
     """The template under the settings `transformers` renders chat templates with, sandboxed.
 
-    Raises CheckpointError with the line that does not parse.
+    Nothing of it runs before it is rendered. Raises CheckpointError with the line that does not
+    parse.
     """
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[loopcontrols],
+        optimized=False,  # else a constant of gigabytes is made here
+        finalize=_as_it_is,
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
@@ -48,6 +58,8 @@ def compile_template(source: str, now: Callable[[], datetime] = datetime.now) ->
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(f"chat template, line {error.lineno}: {error.message}") from error
+    except RecursionError:
+        raise CheckpointError("chat template: nested too deeply") from None
 
 
 class Text:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from datetime import datetime
 
 import pytest
 
 from jaxserve.config import SamplingParams
 from jaxserve.errors import CheckpointError, InvalidRequest
-from jaxserve.serve.text import Text
+from jaxserve.serve.text import Text, compile_template
 from tests.serve_fakes import CHAT_TEMPLATE, byte_level_tokenizer, sentencepiece_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -188,3 +189,20 @@ def test_a_stop_string_waits_for_the_least_number_of_tokens():
         shown[min_tokens] = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
     assert len(ids) == 6
     assert shown == {0: "xx", 3: "xx-x", 6: "xx-x-x"}
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 'x' * 10**8 }}", "{% if 'x'|center(100000000) %}{% endif %}"]
+)
+def test_a_template_makes_nothing_before_it_is_rendered(source):
+    tracemalloc.start()
+    try:
+        compile_template(source)
+        assert tracemalloc.get_traced_memory()[1] < 10**7
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_template_nested_too_deeply_is_one_error():
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        compile_template("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
