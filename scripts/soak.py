@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from soak_client import KINDS, Tally, soak
 from jaxserve.plan.report import format_table
 
 # Rows and queue are the slots. The pool is small: blocks that stay taken are soon missed.
-_FLAGS = "--max-num-seqs 16 --max-model-len 512 --max-num-batched-tokens 128 --log-format json"
+_FLAGS = "--max-num-seqs 16 --max-model-len 512 --max-num-batched-tokens 128"
 _BLOCKS = "--num-gpu-blocks-override 97"
 _ROWS = 16
 _MORE = 1.2  # clients for a slot; and slots for a stream, as some requests take two
@@ -144,11 +144,9 @@ class Refusals:
         self.seconds: list[float] = []
 
     def read(self, line: str) -> None:
-        """A line: one of JSON where a request is logged."""
-        if line.startswith("{"):
-            fields = json.loads(line)
-            if fields.get("status") == 429:
-                self.seconds.append(fields["total_s"])
+        """A line, of a request or of anything else."""
+        if found := re.search(r" request .* status=429 .*total_s=([0-9.]+)", line):
+            self.seconds.append(float(found[1]))
 
 
 def resident_mb(pid: int) -> float:

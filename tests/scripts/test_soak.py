@@ -125,12 +125,13 @@ def test_a_queue_that_was_never_full_is_no_soak():
         soak.summarise(tally_of(saw=[]), [], MB, 1.0)
 
 
+STATUS = "2026-11-30T04:00:00.000+00:00 request method=POST path=/v1/completions status="
 LOGGED = [
-    "a line of another kind",
-    '{"event": "engine", "running": 16}',
-    '{"event": "request", "status": 429, "total_s": 0.001}',
-    '{"event": "request", "status": 200, "total_s": 9.0}',
-    '{"event": "request", "status": 429, "total_s": 0.003}',
+    "ready: http://127.0.0.1:1/v1",
+    "2026-11-30T04:00:00.000+00:00 engine running=16 waiting=2",
+    STATUS + "429 request_id=a model=m stream=yes total_s=0.001",
+    STATUS + "200 request_id=b finish_reason=stop total_s=9.0",
+    STATUS + "429 request_id=c total_s=0.003",
 ]
 
 
