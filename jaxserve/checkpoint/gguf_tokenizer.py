@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from jaxserve.checkpoint.gguf_file import GGUFFile
-from jaxserve.checkpoint.tokenizer import SPECIAL_NAMES, TokenizerBundle
+from jaxserve.checkpoint.tokenizer import SPECIAL_NAMES, TokenizerBundle, library_faults
 from jaxserve.checkpoint.values import Values, short
 from jaxserve.errors import CheckpointError, UnsupportedModel
 
@@ -71,13 +71,9 @@ def load_gguf_tokenizer(file: GGUFFile) -> TokenizerBundle | None:
             f"{file.path}: tokenizer.ggml.model={short(kind)} is not supported; supported: "
             f"{', '.join(builders)}"
         )
-    try:
+    with library_faults(f"{file.path}: tokenizer"):
         tokenizer, add_bos = builders[kind](values)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{file.path}: tokenizer: {error}") from error
-    _mark_added_tokens(tokenizer, values)
+        _mark_added_tokens(tokenizer, values)
     return TokenizerBundle(
         tokenizer=tokenizer,
         chat_template=values.text("tokenizer.chat_template"),

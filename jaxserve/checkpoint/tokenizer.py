@@ -71,7 +71,7 @@ def load_hf_tokenizer(directory: Path) -> TokenizerBundle | None:
                 "transformers (it writes one), or pass --tokenizer"
             )
         return None
-    with _faults_of(path):
+    with library_faults(path):
         tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -80,7 +80,7 @@ def load_hf_tokenizer(directory: Path) -> TokenizerBundle | None:
     values = Values(config, str(config_path))
     special_tokens = _special_tokens(values)
     bos_id = tokenizer.token_to_id(special_tokens.get("bos_token", ""))
-    with _faults_of(path):
+    with library_faults(path):
         added = tokenizer.encode("").ids  # what the post-processor puts around a text
         tokenizer.encode(_ANY_TEXT)
     return TokenizerBundle(
@@ -92,15 +92,15 @@ def load_hf_tokenizer(directory: Path) -> TokenizerBundle | None:
 
 
 @contextlib.contextmanager
-def _faults_of(path: Path) -> Iterator[None]:
+def library_faults(where: Path | str) -> Iterator[None]:
     """Whatever the library raises as a CheckpointError: bare Exceptions, and its panics no less."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, CheckpointError):
         raise
     except BaseException as error:
         said = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path}: {said or type(error).__name__}") from error
+        raise CheckpointError(f"{where}: {said or type(error).__name__}") from error
 
 
 def _special_tokens(values: Values) -> dict[str, str]:
