@@ -202,7 +202,7 @@ class BootConfig:
 
     def __post_init__(self) -> None:
         if self.compile_cache_dir is not None:  # a string is as good
-            object.__setattr__(self, "compile_cache_dir", Path(self.compile_cache_dir))
+            object.__setattr__(self, "compile_cache_dir", Path(self.compile_cache_dir).expanduser())
         for name, flag in (("warm_rows", "--warm-rows"), ("warm_width", "--warm-width")):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxserve.boot import build_engine
@@ -265,8 +266,8 @@ class LLM:
         directory = Path(directory).expanduser()
         if directory.exists():
             raise ConfigError(f"{directory} exists; name a directory that does not")
-        directory.mkdir(parents=True)
         booted = self.engine
+        directory.mkdir(parents=True)
         write_about(directory, None, booted.model, self._tokenizer)
         return save_params(booted.runner.params, booted.model, directory / PARAMS)
 
@@ -304,7 +305,9 @@ class LLM:
 def _batch(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if len(prompts) and hasattr(prompts[0], "__index__"):  # numpy's integers too
+    # numpy's integers too, not its arrays
+    first: Any = prompts[0] if len(prompts) else None
+    if hasattr(first, "__index__") and not np.ndim(first):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

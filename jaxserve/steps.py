@@ -196,13 +196,15 @@ class CompiledSteps:
         tokens to compute or without room, for ids that the vocabulary has not, and for more tokens
         than the largest batch.
         """
-        if any(hasattr(prompt, "__index__") for prompt in prompts):
-            raise InvalidRequest("prompts is a list of lists of token ids", "prompt")
+        if not len(prompts) or any(np.ndim(prompt) == 0 for prompt in prompts):
+            raise InvalidRequest("prompts is a list of one or more lists of token ids", "prompt")
         rows = range(len(prompts)) if rows is None else rows
         most = self.shapes.max_num_seqs
         wrong = next((row for row in rows if not 0 <= row < most), None)
         if wrong is not None:
             raise InvalidRequest(f"row {wrong} of {most} rows, 0 to {most - 1}: raise max_num_seqs")
+        if len(set(rows)) < len(rows):
+            raise InvalidRequest(f"rows {list(rows)} name a row twice", "rows")
         starts = [0] * len(prompts) if starts is None else starts
         if settings is None or isinstance(settings, SamplingParams):
             settings = [settings or SamplingParams(temperature=0.0)] * len(prompts)
@@ -283,8 +285,16 @@ class CompiledSteps:
 
         A copy draws as its source does, by the same seed. Compiled at its first call.
         """
-        spec = permutation_spec(self.shapes.max_num_seqs)
-        return self._fork(pool, state, np.asarray(sources_B, spec.dtype), self.tables_BP)
+        rows = self.shapes.max_num_seqs
+        sources_B = np.asarray(sources_B)
+        _check("sources_B", sources_B.shape, (rows,), "the row that each goes on as")
+        if not np.isin(sources_B, np.arange(-1, rows)).all():
+            raise InvalidRequest(
+                f"sources_B {sources_B.tolist()}: rows are 0 to {rows - 1}, -1 for none",
+                "sources_B",
+            )
+        spec = permutation_spec(rows)
+        return self._fork(pool, state, sources_B.astype(spec.dtype), self.tables_BP)
 
     @cached_property
     def _fork(self) -> jax.stages.Wrapped:

@@ -181,7 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, default=LEDGER)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--part", action="store_true")
-    parser.add_argument("--operation", help="measure this one only, e.g. decode")
+    parser.add_argument(
+        "--operation",
+        choices=sorted({kernel.operation for kernel in KERNELS}),
+        help="measure this one only",
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args(argv)
     cases = part_of_cases() if args.part else all_cases()

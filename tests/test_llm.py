@@ -199,6 +199,13 @@ def test_a_prompt_may_come_as_vllms_mapping(llm):
         llm.generate({"prompt_token_ids": PROMPT, "multi_modal_data": {}}, GREEDY)
 
 
+def test_prompts_may_be_arrays(llm):
+    listed = llm.generate([PROMPT, PROMPT], GREEDY)
+    for given in (np.array([PROMPT, PROMPT]), [np.array(PROMPT)] * 2):
+        outputs = llm.generate(given, GREEDY)
+        assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in listed]
+
+
 def test_a_text_where_messages_or_token_ids_belong_is_refused_in_a_line(llm):
     with pytest.raises(InvalidRequest, match="a list of messages"):
         llm.chat("hello")

@@ -259,7 +259,7 @@ def test_what_only_an_engine_acts_on_is_refused_by_name(steps):
         steps.pack([[]])
     with pytest.raises(InvalidRequest, match="1 settings for 2 prompts"):
         steps.pack([A, B], [SamplingParams()])
-    with pytest.raises(InvalidRequest, match="a list of lists"):
+    with pytest.raises(InvalidRequest, match="or more lists of token ids"):
         steps.pack(A)
     with pytest.raises(InvalidRequest, match=f"token {TINY.vocab_size} is outside the vocabulary"):
         steps.pack([[TINY.vocab_size]])
@@ -287,6 +287,19 @@ def test_a_second_compile_of_the_same_steps_takes_them_from_the_directory(tmp_pa
     ]
     assert kinds[1] == {"hit"}
     assert "hit" not in kinds[0]
+
+
+def test_two_prompts_in_one_row_and_sources_that_are_no_row_are_refused(steps):
+    with pytest.raises(InvalidRequest, match=r"rows \[1, 1\] name a row twice"):
+        steps.pack([A, B], rows=[1, 1])
+    with pytest.raises(InvalidRequest, match="one or more"):
+        steps.pack([])
+    batch = steps.pack(np.array([A[:2], B]))
+    np.testing.assert_array_equal(batch.tokens_T[:4], [*A[:2], *B])
+    pool, state = steps.allocate()
+    for sources, told in (([0, 1, 2, 4], "0 to 3"), ([0.5, 1, 2, 3], "0 to 3"), ([0], "shape")):
+        with pytest.raises(InvalidRequest, match=told):
+            steps.fork(pool, state, sources)
 
 
 def test_an_engines_own_steps_are_taken_as_they_are(steps, booted):

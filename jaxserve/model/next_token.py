@@ -26,9 +26,12 @@ def next_tokens(
     In this order: bias, penalties, mask, temperature, min-p, top-k, top-p. ``logits_XV`` float32;
     ``positions_X`` int32 is the position the token will take; ``counts()`` gives uint16 [X, V].
     """
+    vocab_size = logits_XV.shape[1]
     shaped_XV = shape_logits(logits_XV, sampling, bias, mask_XW, counts)
     logits_XV, shaped_XV = whole_lanes(logits_XV), whole_lanes(shaped_XV)
     tokens_X = sample(shaped_XV, sampling, positions_X)
+    if shaped_XV.shape[1] > vocab_size:  # nan is no maximum: the lanes added could be drawn
+        tokens_X = jnp.minimum(tokens_X, vocab_size - 1)
     scores = score_draw(logits_XV, tokens_X, sampling, lambda: drawn_from(shaped_XV, sampling))
     return tokens_X, scores
 

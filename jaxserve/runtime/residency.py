@@ -55,6 +55,8 @@ class Residency:
             raise NotReady("the engine sleeps; wake it before its weights are updated")
         old = self.weight_version
         version = old + 1 if version is None else operator.index(version)
+        if version >= 2**53:  # metrics and JSON's readers hold it as a float
+            raise InvalidWeights("the weight version must be below 2^53")
         if version <= old:
             raise InvalidWeights(f"weight version {version} must be above {old}, the one in use")
         if requests not in get_args(OnUpdate):

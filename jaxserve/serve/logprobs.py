@@ -102,4 +102,4 @@ def prompt_logprobs(
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(LEAST_LOGPROB, logprob)  # in this order nan, of broken weights, gives the first

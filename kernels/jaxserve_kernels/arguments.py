@@ -41,7 +41,10 @@ def check_tables(name: str, tables: jax.Array) -> None:
 def check_options(window: int | None, soft_cap: float | None) -> None:
     """Absent or in range."""
     require(window is None or window >= 1, f"window is {window}, must be at least 1 or None")
-    require(soft_cap is None or soft_cap > 0, f"soft_cap is {soft_cap}, must be above 0 or None")
+    require(
+        soft_cap is None or 0 < soft_cap < float("inf"),
+        f"soft_cap is {soft_cap}, must be above 0 and finite, or None",
+    )
 
 
 def _check_floats(name: str, array: jax.Array, allowed: tuple[str, ...]) -> None:

@@ -39,6 +39,7 @@ BOTH = [
     ({"v_pool_CKZH": jnp.zeros((C, K, Z, H), jnp.bfloat16)}, "v_pool_CKZH is bfloat16.*float32"),
     ({"window": 0}, "window is 0, must be at least 1"),
     ({"soft_cap": 0.0}, "soft_cap is 0.0, must be above 0"),
+    ({"soft_cap": float("inf")}, "soft_cap is inf, must be above 0 and finite"),
     ({"implementation": "flash"}, "implementation is 'flash', must be one of"),
     ({"sinks": jnp.zeros((5,))}, r"sinks_N has shape \(5,\), must be \(4,\)"),
     ({"sinks": jnp.zeros((N,), jnp.int32)}, "sinks_N is int32, must be one of"),

@@ -132,3 +132,13 @@ def test_an_idle_row_asks_for_nothing_whatever_it_holds():
     for x, neutral in zip(rows, NEUTRAL_SAMPLING, strict=True):
         assert (np.asarray(x[0]) == neutral).all()
     assert rows.temperature_X[1] == 3.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_weights_draw_no_token_that_is_none(temperature):
+    logits, bias, mask, counts = inputs()
+    settings = [{"temperature": temperature}] * len(MIXTURE)
+    at = np.zeros(len(MIXTURE), np.int32)
+    broken = np.full_like(logits, np.nan)
+    tokens, _ = DRAW(broken, rows_of(settings), bias, mask, counts, at)
+    assert np.asarray(tokens).max() < VOCAB

@@ -240,6 +240,8 @@ def test_a_path_that_is_no_model_is_refused(engine, tmp_path):
 def test_a_version_must_rise(engine):
     with pytest.raises(InvalidWeights, match="above 0"):
         engine.update_params(module_of(TINY), version=0)
+    with pytest.raises(InvalidWeights, match="below 2"):
+        engine.update_params(module_of(TINY), version=10**400)
     assert engine.update_params(module_of(TINY), version=10) == 10
     with pytest.raises(InvalidWeights, match="above 10"):
         engine.update_params(module_of(TINY), version=10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from jaxserve.sched.outputs import TokenLogprobs
 from jaxserve.serve.detokenize import Vocabulary
 from jaxserve.serve.logprobs import ShownToken, chat_logprobs, completion_logprobs, prompt_logprobs
@@ -58,3 +60,10 @@ def test_an_id_without_a_token_and_an_impossible_one_are_still_json():
     assert prompt_logprobs(BYTE_LEVEL, [entry], 1) == [
         {str(NO_TOKEN): {"logprob": -9999.0, "rank": 384, "decoded_token": ""}}
     ]
+
+
+def test_what_broken_weights_give_is_json_too():
+    nan = TokenLogprobs(1, float("nan"), 1, ((1, float("nan")),))
+    columns = completion_logprobs(SENTENCEPIECE, shown(nan), 1)
+    assert columns["token_logprobs"] == [-9999.0]
+    assert json.dumps(columns, allow_nan=False)
