@@ -255,13 +255,7 @@ def build_app(
         report=report,
         progress=progress,
     )
-    text = Text(
-        bundle.tokenizer,
-        chat_template=server.chat_template or bundle.chat_template,
-        special_tokens=dict(bundle.special_tokens),
-        bos_token_id=bundle.bos_token_id,
-        add_bos=bundle.add_bos,
-    )
+    text = Text.of(bundle, chat_template=server.chat_template)
     names = server.served_model_names or (checkpoint.name,)
     serving = serve_engine(booted, text, names, server, on_death, log, root=checkpoint.name)
     laps.lap(("app", 1))

@@ -24,7 +24,8 @@ from jaxserve.runtime.booted import BootedEngine
 from jaxserve.runtime.residency import OnSleep, OnUpdate
 from jaxserve.runtime.weights import Saving, save_params
 from jaxserve.sched.outputs import EngineStats
-from jaxserve.sources import config_for, find_checkpoint, text_of
+from jaxserve.serve.text import Text
+from jaxserve.sources import config_for, find_checkpoint
 
 
 class LLM:
@@ -81,7 +82,7 @@ class LLM:
         finally:
             for bar in bars.values():
                 bar.close()
-        text = None if bundle is None else text_of(bundle)
+        text = None if bundle is None else Text.of(bundle)
         self._pending = PendingRequests(self.engine.engine, text)
 
     # What is asked.

@@ -10,11 +10,9 @@ import jax
 from flax import nnx
 
 from jaxserve.checkpoint.load import Checkpoint, LoadFormat, load_checkpoint
-from jaxserve.checkpoint.tokenizer import TokenizerBundle
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.canonical import pure_tree
-from jaxserve.serve.text import Text
 
 
 def find_checkpoint(
@@ -58,14 +56,3 @@ def config_for(config: EngineConfig | None, params: Any) -> EngineConfig:
     if not leaves:
         raise ConfigError("params hold no arrays")
     return replace(config, dtype=str(leaves[0].dtype))
-
-
-def text_of(bundle: TokenizerBundle) -> Text:
-    """The text layer of a tokenizer."""
-    return Text(
-        bundle.tokenizer,
-        chat_template=bundle.chat_template,
-        special_tokens=dict(bundle.special_tokens),
-        bos_token_id=bundle.bos_token_id,
-        add_bos=bundle.add_bos,
-    )

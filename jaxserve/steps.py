@@ -31,26 +31,21 @@ from jaxserve.config import BootConfig, EngineConfig, ModelConfig, SamplingParam
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.model.attention import KVPool
 from jaxserve.model.params import Params
+from jaxserve.packing import filled, pack_mask, pack_prompts
 from jaxserve.plan.batch import (
     ALL_ALLOWED,
-    NO_TARGET,
     NULL_BLOCK,
     SIT_OUT,
-    ArraySpec,
     DecodeState,
-    LogitBias,
     PrefillBatch,
     StepOutput,
-    bias_specs,
     mask_spec,
     new_blocks_spec,
     permutation_spec,
     prefill_batch_specs,
-    targets_spec,
 )
 from jaxserve.plan.buckets import DecodeBuckets, DecodeShape, PrefillBuckets
 from jaxserve.plan.capture import plan_capture
-from jaxserve.runtime.admission import check_tokens
 from jaxserve.runtime.booted import BootedEngine
 from jaxserve.runtime.compile_cache import CompileCache
 from jaxserve.runtime.compiler import StepCompiler, compile_executables
@@ -66,9 +61,6 @@ from jaxserve.runtime.steps import (
     prefill_step,
 )
 from jaxserve.runtime.weights import first_params
-from jaxserve.sched.pack import pack_prefill
-from jaxserve.sched.request import Request, seed_key
-from jaxserve.sched.scheduler import Chunk
 
 __all__ = [
     "ALL_ALLOWED",
@@ -101,21 +93,6 @@ __all__ = [
     "shape_structs",
     "steps_of",
 ]
-
-
-# Options of a request that the engine acts on between steps; a loop by hand does so itself.
-_OF_THE_ENGINE = (
-    "n",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "bad_words_token_ids",
-    "stop",
-    "stop_token_ids",
-)
 
 
 def fork_rows(
@@ -196,49 +173,15 @@ class CompiledSteps:
         tokens to compute or without room, for ids that the vocabulary has not, and for more tokens
         than the largest batch.
         """
-        if not len(prompts) or any(np.ndim(prompt) == 0 for prompt in prompts):
-            raise InvalidRequest("prompts is a list of one or more lists of token ids", "prompt")
-        rows = range(len(prompts)) if rows is None else rows
-        most = self.shapes.max_num_seqs
-        wrong = next((row for row in rows if not 0 <= row < most), None)
-        if wrong is not None:
-            raise InvalidRequest(f"row {wrong} of {most} rows, 0 to {most - 1}: raise max_num_seqs")
-        if len(set(rows)) < len(rows):
-            raise InvalidRequest(f"rows {list(rows)} name a row twice", "rows")
-        starts = [0] * len(prompts) if starts is None else starts
-        if settings is None or isinstance(settings, SamplingParams):
-            settings = [settings or SamplingParams(temperature=0.0)] * len(prompts)
-        for what, given in (("settings", settings), ("rows", rows), ("starts", starts)):
-            if len(given) != len(prompts):
-                raise InvalidRequest(f"{len(given)} {what} for {len(prompts)} prompts", what)
-        chunks = [
-            self._chunk(list(prompt), start, row, params)
-            for prompt, start, row, params in zip(prompts, starts, rows, settings, strict=True)
-        ]
-        shapes = self.shapes
-        vocab_size, rows_most = shapes.model.vocab_size, shapes.max_num_seqs
-        num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        tokens = min((t for t in shapes.prefill_tokens if t >= num_tokens), default=None)
-        if tokens is None:
-            raise InvalidRequest(
-                f"{num_tokens} tokens in a batch of at most {shapes.prefill_tokens[-1]}: raise "
-                "max_num_batched_tokens, or pack fewer prompts or pieces of them",
-                "prompt",
-            )
-        batch = pack_prefill(
-            chunks,
-            tokens=tokens,
-            max_num_seqs=rows_most,
-            blocks_per_row=shapes.blocks_per_row,
-            block_size=shapes.block_size,
-            vocab_size=vocab_size,
-            mask_SW=_full(mask_spec(rows_most, vocab_size), ALL_ALLOWED),
+        return pack_prompts(
+            self.shapes,
+            prompts,
+            settings,
+            rows=rows,
+            starts=starts,
+            tables_BP=self.tables_BP,
+            max_model_len=self.buckets.max_model_len,
         )
-        if batch.bias is None:
-            batch = batch._replace(bias=LogitBias(*map(_full, bias_specs(rows_most))))
-        if batch.targets_T is None:
-            batch = batch._replace(targets_T=_full(targets_spec(tokens), NO_TARGET))
-        return batch
 
     def prefill(
         self, params: Params, pool: KVPool, state: DecodeState, batch: PrefillBatch
@@ -267,13 +210,13 @@ class CompiledSteps:
         ``pack_mask``); None bans nothing. Raises InvalidRequest for one of another shape.
         """
         shape = shape or self.buckets.shapes[-1]
-        new_blocks_B = _full(new_blocks_spec(shape.rows), NULL_BLOCK)  # rows own theirs already
+        new_blocks_B = filled(new_blocks_spec(shape.rows), NULL_BLOCK)  # rows own theirs already
         if sits_out_B is not None:
             _check("sits_out_B", np.shape(sits_out_B), (shape.rows,), "a bool a row")
             new_blocks_B[np.asarray(sits_out_B, bool)] = SIT_OUT
         spec = mask_spec(shape.rows, self.shapes.model.vocab_size)
         if mask_BW is None:
-            mask_BW = _full(spec, ALL_ALLOWED)
+            mask_BW = filled(spec, ALL_ALLOWED)
         _check("mask_BW", mask_BW.shape, spec.shape, "pack_mask makes it of a bool a token")
         step = self.executables.decode_for(shape)
         return step(params, pool, state, new_blocks_B, mask_BW)
@@ -300,45 +243,6 @@ class CompiledSteps:
     def _fork(self) -> jax.stages.Wrapped:
         step = partial(fork_rows, num_blocks=self.shapes.num_blocks)
         return jax.jit(step, donate_argnums=(0, 1))
-
-    def _chunk(self, prompt: list[int], start: int, row: int, params: SamplingParams) -> Chunk:
-        for name in _OF_THE_ENGINE:
-            if getattr(params, name) != getattr(_NEUTRAL, name):
-                raise InvalidRequest(
-                    f"{name}={getattr(params, name)!r} is what an engine does between two steps; "
-                    "so does your loop, with more rows, a mask or the state's arrays",
-                    name,
-                )
-        if not prompt:
-            raise InvalidRequest("a prompt of 0 tokens: at least one is computed", "prompt")
-        check_tokens(prompt, "prompt", self.shapes.model.vocab_size)
-        room = self.buckets.max_model_len
-        if not 0 <= start < len(prompt) < room:
-            raise InvalidRequest(
-                f"a prompt of {len(prompt)} tokens from {start} on, in a row of {room}: at least "
-                "one is computed and one drawn; raise max_model_len",
-                "prompt",
-            )
-        request = Request(
-            request_id=str(row),
-            prompt_token_ids=prompt,
-            params=params,
-            max_output_tokens=room - len(prompt),
-            stop_token_ids=frozenset(),
-            key=seed_key(params.seed, 0, row),
-            arrival=row,
-            arrived_at=0.0,
-        )
-        blocks = tuple(self.tables_BP[row].tolist())
-        return Chunk(request, start, len(prompt), blocks, samples=True, row=row)
-
-
-def pack_mask(allowed_BV: np.ndarray) -> np.ndarray:
-    """``mask_BW`` of a bool for each row and token: uint32 [B, ceil(V / 32)]."""
-    allowed_BV = np.asarray(allowed_BV, bool)
-    spare = -allowed_BV.shape[1] % 32
-    bits = np.packbits(np.pad(allowed_BV, ((0, 0), (0, spare))), axis=1, bitorder="little")
-    return bits.view("<u4").astype(np.uint32)
 
 
 def compile_steps(
@@ -403,13 +307,6 @@ def steps_of(booted: BootedEngine) -> CompiledSteps:
     return CompiledSteps(shapes=shapes, buckets=buckets, executables=booted.executables)
 
 
-_NEUTRAL = SamplingParams()
-
-
 def _check(what: str, given: tuple[int, ...], wanted: tuple[int, ...], hint: str) -> None:
     if given != wanted:
         raise InvalidRequest(f"{what} has shape {given}, must have {wanted}: {hint}", what)
-
-
-def _full(spec: ArraySpec, value: int = 0) -> np.ndarray:
-    return np.full(spec.shape, value, spec.dtype)

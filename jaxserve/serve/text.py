@@ -6,13 +6,14 @@ import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from jaxserve.checkpoint.tokenizer import TokenizerBundle
 from jaxserve.config import SamplingParams
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.serve.detokenize import Detokenizer, Vocabulary
@@ -87,6 +88,17 @@ class Text:
         self._special_tokens = dict(special_tokens or {})
         self._now = now
         self._template = compile_template(chat_template, now) if chat_template else None
+
+    @classmethod
+    def of(cls, bundle: TokenizerBundle, *, chat_template: str | None = None) -> Self:
+        """The text of a checkpoint's tokenizer; ``chat_template`` replaces its own."""
+        return cls(
+            bundle.tokenizer,
+            chat_template=chat_template or bundle.chat_template,
+            special_tokens=dict(bundle.special_tokens),
+            bos_token_id=bundle.bos_token_id,
+            add_bos=bundle.add_bos,
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises InvalidRequest for text that is no valid Unicode."""

@@ -56,12 +56,13 @@ def read(connection: socket.socket, enough: Callable[[bytes], bool], piece: int 
     return received
 
 
-def still_serves(url: str, nothing_left: Callable[[], bool]) -> None:
+def serves(url: str, nothing_left: Callable[[], bool]) -> bool:
+    """Whether a request is answered in full; waits for nothing to be left before and after it."""
     wait_until(nothing_left)
     call = {"prompt": [1], "max_tokens": 3, "ignore_eos": True}
     reply = httpx.post(f"{url}/v1/completions", json=call, timeout=30)
-    assert reply.json()["usage"]["completion_tokens"] == 3
     wait_until(nothing_left)
+    return reply.json()["usage"]["completion_tokens"] == 3
 
 
 calls = st.fixed_dictionaries(
@@ -90,7 +91,7 @@ def test_a_client_may_go_at_any_byte_of_its_request_or_its_answer(
             connection.shutdown(socket.SHUT_WR)
         elif ending == "reset":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    still_serves(url, nothing_left)
+    assert serves(url, nothing_left)
 
 
 @given(
@@ -105,7 +106,7 @@ def test_bytes_after_a_request_harm_nobody(server, after, call):
         connection.sendall(request(call | {"max_tokens": 3}) + after)
         answer = read(connection, lambda got: b"[DONE]" in got or b'"usage"' in got)
         assert answer.startswith(b"HTTP/1.1 200")
-    still_serves(url, nothing_left)
+    assert serves(url, nothing_left)
 
 
 @given(requests=st.lists(calls, min_size=2, max_size=4))
@@ -122,7 +123,7 @@ def test_requests_sent_at_once_on_one_connection_are_answered_in_their_order(ser
     assert [int(answer.partition(b",")[0]) for answer in answers] == [
         call["max_tokens"] * call["n"] for call in asked
     ]
-    still_serves(url, nothing_left)
+    assert serves(url, nothing_left)
 
 
 def test_a_client_that_stops_reading_holds_up_nobody_and_costs_nothing_when_it_goes():
@@ -163,4 +164,4 @@ def test_a_client_that_reads_in_small_pieces_gets_every_event(server, pieces):
             received += data
     assert received.count(b'"finish_reason":null') >= 1
     assert b'"completion_tokens":30' in received
-    still_serves(url, nothing_left)
+    assert serves(url, nothing_left)
