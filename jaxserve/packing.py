@@ -47,6 +47,7 @@ def pack_prompts(
     *,
     rows: Sequence[int] | None,
     starts: Sequence[int] | None,
+    mask_SW: np.ndarray | None,
     tables_BP: np.ndarray,
     max_model_len: int,
 ) -> PrefillBatch:
@@ -78,6 +79,11 @@ def pack_prompts(
             "max_num_batched_tokens, or pack fewer prompts or pieces of them",
             "prompt",
         )
+    every_mask_SW = filled(mask_spec(most, vocab_size), ALL_ALLOWED)
+    if mask_SW is not None:
+        wanted = (len(prompts), every_mask_SW.shape[1])
+        check_shape("mask_SW", np.shape(mask_SW), wanted, "pack_mask makes it of a bool a token")
+        every_mask_SW[: len(prompts)] = mask_SW
     batch = pack_prefill(
         chunks,
         tokens=tokens,
@@ -85,7 +91,7 @@ def pack_prompts(
         blocks_per_row=shapes.blocks_per_row,
         block_size=shapes.block_size,
         vocab_size=vocab_size,
-        mask_SW=filled(mask_spec(most, vocab_size), ALL_ALLOWED),
+        mask_SW=every_mask_SW,
     )
     if batch.bias is None:
         batch = batch._replace(bias=LogitBias(*map(filled, bias_specs(most))))
@@ -95,11 +101,20 @@ def pack_prompts(
 
 
 def pack_mask(allowed_BV: np.ndarray) -> np.ndarray:
-    """``mask_BW`` of a bool for each row and token: uint32 [B, ceil(V / 32)]."""
+    """A mask of a bool for each row and token: uint32 [B, ceil(V / 32)].
+
+    ``mask_SW`` of ``pack`` bans from the first token, ``mask_BW`` of ``decode`` from those after.
+    """
     allowed_BV = np.asarray(allowed_BV, bool)
     spare = -allowed_BV.shape[1] % 32
     bits = np.packbits(np.pad(allowed_BV, ((0, 0), (0, spare))), axis=1, bitorder="little")
     return bits.view("<u4").astype(np.uint32)
+
+
+def check_shape(what: str, given: tuple[int, ...], wanted: tuple[int, ...], hint: str) -> None:
+    """Raise InvalidRequest naming ``what`` unless it has the shape wanted."""
+    if given != wanted:
+        raise InvalidRequest(f"{what} has shape {given}, must have {wanted}: {hint}", what)
 
 
 def filled(spec: ArraySpec, value: int = 0) -> np.ndarray:

@@ -62,7 +62,12 @@ class PendingRequests:
         given = text_or_ids(prompt)
         text = given if isinstance(given, str) else None
         tokens = self.text.encode(given) if isinstance(given, str) else given
-        ids = tuple(map(operator.index, tokens))
+        try:
+            ids = tuple(map(operator.index, tokens))
+        except TypeError:
+            raise InvalidRequest(
+                f"prompt={str(tokens)[:40]}: a text, or a list of token ids", "prompt"
+            ) from None
         params = self._spelled(params)
         name = str(self._num_requests)
         self._num_requests += 1

@@ -31,7 +31,7 @@ from jaxserve.config import BootConfig, EngineConfig, ModelConfig, SamplingParam
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.model.attention import KVPool
 from jaxserve.model.params import Params
-from jaxserve.packing import filled, pack_mask, pack_prompts
+from jaxserve.packing import check_shape, filled, pack_mask, pack_prompts
 from jaxserve.plan.batch import (
     ALL_ALLOWED,
     NULL_BLOCK,
@@ -163,12 +163,14 @@ class CompiledSteps:
         *,
         rows: Sequence[int] | None = None,
         starts: Sequence[int] | None = None,
+        mask_SW: np.ndarray | None = None,
     ) -> PrefillBatch:
         """Token ids as a batch for ``prefill``: prompt i goes into row ``rows[i]`` (i).
 
         ``settings``, one or one a prompt, are how each row draws from its first token on; None is
         greedy. When a row ends is the loop's. ``starts[i]`` (0) tokens of prompt i are skipped:
         they lie in its row already, so a prompt longer than a batch goes in piece by piece.
+        ``mask_SW`` uint32: what the first token of each prompt may be, as ``decode`` takes it.
         Raises InvalidRequest for a setting that only an engine acts on, for a prompt without
         tokens to compute or without room, for ids that the vocabulary has not, and for more tokens
         than the largest batch.
@@ -179,6 +181,7 @@ class CompiledSteps:
             settings,
             rows=rows,
             starts=starts,
+            mask_SW=mask_SW,
             tables_BP=self.tables_BP,
             max_model_len=self.buckets.max_model_len,
         )
@@ -212,12 +215,12 @@ class CompiledSteps:
         shape = shape or self.buckets.shapes[-1]
         new_blocks_B = filled(new_blocks_spec(shape.rows), NULL_BLOCK)  # rows own theirs already
         if sits_out_B is not None:
-            _check("sits_out_B", np.shape(sits_out_B), (shape.rows,), "a bool a row")
+            check_shape("sits_out_B", np.shape(sits_out_B), (shape.rows,), "a bool a row")
             new_blocks_B[np.asarray(sits_out_B, bool)] = SIT_OUT
         spec = mask_spec(shape.rows, self.shapes.model.vocab_size)
         if mask_BW is None:
             mask_BW = filled(spec, ALL_ALLOWED)
-        _check("mask_BW", mask_BW.shape, spec.shape, "pack_mask makes it of a bool a token")
+        check_shape("mask_BW", mask_BW.shape, spec.shape, "pack_mask makes it of a bool a token")
         step = self.executables.decode_for(shape)
         return step(params, pool, state, new_blocks_B, mask_BW)
 
@@ -230,7 +233,7 @@ class CompiledSteps:
         """
         rows = self.shapes.max_num_seqs
         sources_B = np.asarray(sources_B)
-        _check("sources_B", sources_B.shape, (rows,), "the row that each goes on as")
+        check_shape("sources_B", sources_B.shape, (rows,), "the row that each goes on as")
         if not np.isin(sources_B, np.arange(-1, rows)).all():
             raise InvalidRequest(
                 f"sources_B {sources_B.tolist()}: rows are 0 to {rows - 1}, -1 for none",
@@ -305,8 +308,3 @@ def steps_of(booted: BootedEngine) -> CompiledSteps:
     )
     buckets = decode_buckets(config)
     return CompiledSteps(shapes=shapes, buckets=buckets, executables=booted.executables)
-
-
-def _check(what: str, given: tuple[int, ...], wanted: tuple[int, ...], hint: str) -> None:
-    if given != wanted:
-        raise InvalidRequest(f"{what} has shape {given}, must have {wanted}: {hint}", what)

@@ -206,6 +206,12 @@ def test_prompts_may_be_arrays(llm):
         assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in listed]
 
 
+def test_numbers_that_are_no_token_ids_are_refused(llm):
+    for wrong in ([1.5, 2.0], np.array([1.5, 2.0]), [[1.5]], {"prompt_token_ids": None}):
+        with pytest.raises(InvalidRequest, match="a text, or a list of token ids"):
+            llm.generate(wrong, GREEDY)
+
+
 def test_a_text_where_messages_or_token_ids_belong_is_refused_in_a_line(llm):
     with pytest.raises(InvalidRequest, match="a list of messages"):
         llm.chat("hello")

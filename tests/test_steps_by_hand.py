@@ -289,6 +289,22 @@ def test_a_second_compile_of_the_same_steps_takes_them_from_the_directory(tmp_pa
     assert "hit" not in kinds[0]
 
 
+def test_a_mask_holds_from_the_first_token_on(steps, params):
+    pool, state = steps.allocate()
+    allowed = np.zeros((2, TINY.vocab_size), bool)
+    allowed[0, [50, 51]] = allowed[1, 60] = True
+    mask = mask_of(allowed)
+    batch = steps.pack([A, B], mask_SW=mask)
+    pool, state, first = steps.prefill(params, pool, state, batch)
+    later = np.concatenate([mask, np.full_like(mask, ALL_ALLOWED)])
+    pool, state, second = steps.decode(params, pool, state, mask_BW=later)
+    for drawn in (first, second):
+        assert int(drawn.tokens_X[0]) in (50, 51)
+        assert int(drawn.tokens_X[1]) == 60
+    with pytest.raises(InvalidRequest, match=r"mask_SW has shape \(1, \d+\), must have \(2"):
+        steps.pack([A, B], mask_SW=mask[:1])
+
+
 def test_two_prompts_in_one_row_and_sources_that_are_no_row_are_refused(steps):
     with pytest.raises(InvalidRequest, match=r"rows \[1, 1\] name a row twice"):
         steps.pack([A, B], rows=[1, 1])
